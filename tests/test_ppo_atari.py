@@ -1,0 +1,536 @@
+"""ppo_atari.py: formulas against brute force and hand-computed values, behaviour against the real games."""
+
+import csv
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+import ppo_atari as ppo
+
+SCRIPT = Path(ppo.__file__).resolve()
+BREAKOUT = "BreakoutNoFrameskip-v4"
+SMALL = "--num-envs 4 --num-steps 32 --num-minibatches 2 --update-epochs 1".split()
+
+
+def command(*arguments: object, script: Path = SCRIPT) -> list[str]:
+    return [sys.executable, str(script), *map(str, arguments)]
+
+
+def run_script(folder: Path, *arguments: object, script: Path = SCRIPT, **env: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        command(*arguments, script=script), cwd=folder, env=os.environ | env, capture_output=True, text=True, timeout=300
+    )
+
+
+def only_run(folder: Path) -> Path:
+    (run,) = (folder / "runs").iterdir()
+    return run
+
+
+def rows(path: Path, without: tuple[str, ...] = ("seconds", "sps")) -> list[dict[str, str]]:
+    """The rows of a CSV without its wall-clock columns."""
+    with open(path, newline="") as file:
+        return [{key: value for key, value in row.items() if key not in without} for row in csv.DictReader(file)]
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    for name in ("episodes.csv", "metrics.csv"):
+        assert rows(one / name) == rows(other / name)
+        assert rows(one / name), name
+    one, other = ppo.load_checkpoint(one), ppo.load_checkpoint(other)
+    assert one["global_step"] == other["global_step"]
+    for name, tensor in one["agent"].items():
+        assert torch.equal(tensor, other["agent"][name]), name
+
+
+def train(folder: Path, monkeypatch: pytest.MonkeyPatch, *arguments: object) -> Path:
+    """Trains in this process, with the runs under `folder`; returns the run folder."""
+    monkeypatch.chdir(folder)
+    return folder / ppo.train(ppo.parse_args([*map(str, arguments)]))
+
+
+# ----- formulas ---------------------------------------------------------------------------------------------------------------
+def test_gae_equals_the_sum_it_stands_for():
+    """A_t = sum_k (gamma lambda)^k delta_{t+k}, the sum ending with the episode, added up term by term."""
+    rng, (steps, envs), gamma, lam = np.random.default_rng(0), (40, 5), 0.97, 0.9
+    rewards, values, next_values = rng.normal(size=(3, steps, envs))
+    terminated = rng.random((steps, envs)) < 0.1
+    truncated = (rng.random((steps, envs)) < 0.1) & ~terminated
+    assert terminated.any() and truncated.any()
+    expected = np.zeros((steps, envs))
+    for n in range(envs):
+        for t in range(steps):
+            for k in range(t, steps):
+                future = 0.0 if terminated[k, n] else next_values[k, n]
+                expected[t, n] += (gamma * lam) ** (k - t) * (rewards[k, n] + gamma * future - values[k, n])
+                if terminated[k, n] or truncated[k, n]:
+                    break
+    tensors = [torch.from_numpy(x) for x in (rewards, values, next_values, terminated, terminated | truncated)]
+    np.testing.assert_allclose(ppo.compute_gae(*tensors, gamma, lam).numpy(), expected, rtol=1e-10, atol=1e-10)
+
+
+def test_gae_of_an_endless_reward_is_the_discounted_sum():
+    """With lambda = 1 and V = 0, the advantage is the discounted sum of rewards plus the discounted last value."""
+    rewards, zeros, never = torch.ones(10, 1), torch.zeros(10, 1), torch.zeros(10, 1, dtype=torch.bool)
+    next_values = zeros.clone()
+    next_values[-1] = 1 / (1 - 0.9)  # what an endless reward of 1 is worth
+    ended = never.clone()
+    ended[-1] = True  # a time limit: its estimate stays in
+    advantages = ppo.compute_gae(rewards, zeros, next_values, never, ended, 0.9, 1.0)
+    assert advantages[0].item() == pytest.approx(10.0)
+    advantages = ppo.compute_gae(rewards, zeros, next_values, ended, ended, 0.9, 1.0)  # a death: it does not
+    assert advantages[0].item() == pytest.approx((1 - 0.9**10) / 0.1)
+
+
+def test_clipped_policy_loss_by_hand():
+    # ratio 1.5 and 0.5, clip 0.2: A > 0 is cut at 1.2 above and not below; A < 0 is cut at 0.8 below and not above.
+    ratios, advantages = torch.tensor([1.5, 0.5, 1.5, 0.5]), torch.tensor([2.0, 2.0, -2.0, -2.0])
+    expected = -np.mean([1.2 * 2, 0.5 * 2, 1.5 * -2, 0.8 * -2])
+    assert ppo.clipped_policy_loss(ratios.log(), advantages, 0.2).item() == pytest.approx(expected, rel=1e-6)
+
+
+def test_clipped_value_loss_by_hand():
+    values, old, returns = torch.tensor([1.0, 0.05, -1.0]), torch.zeros(3), torch.tensor([2.0, 1.0, 0.0])
+    # (V - R)^2 = 1, 0.9025, 1; clipped V = 0.1, 0.05, -0.1 gives 3.61, 0.9025, 0.01; the larger counts
+    assert ppo.clipped_value_loss(values, old, returns, 0.1).item() == pytest.approx(0.5 * np.mean([3.61, 0.9025, 1.0]))
+    assert ppo.clipped_value_loss(values, old, returns, None).item() == pytest.approx(0.5 * np.mean([1.0, 0.9025, 1.0]))
+
+
+def test_ppo_loss_by_hand():
+    class Fixed(torch.nn.Module):
+        def forward(self, obs):
+            return torch.tensor([[0.0, math.log(3.0)], [0.0, 0.0]]), torch.tensor([1.0, 0.0])
+
+    args = ppo.Args(norm_adv=False, clip_vloss=False, ent_coef=0.1, vf_coef=0.5)
+    mb = {"obs": torch.zeros(2), "masks": torch.ones(2, 2, dtype=torch.bool), "actions": torch.tensor([1, 0])}
+    mb |= {"log_probs": torch.tensor([0.5, 0.5]).log(), "values": torch.zeros(2)}
+    mb |= {"advantages": torch.tensor([1.0, -1.0]), "returns": torch.tensor([3.0, 1.0])}
+    loss, metrics = ppo.ppo_loss(Fixed(), mb, torch.tensor(0.2), args)
+    policy = -np.mean([1.2, -1.0])  # ratios 0.75 / 0.5 = 1.5, cut to 1.2, and 1
+    value = 0.5 * np.mean([4.0, 1.0])
+    entropy = np.mean([-(0.75 * np.log(0.75) + 0.25 * np.log(0.25)), np.log(2)])
+    k1, k3 = -np.log(1.5) / 2, (0.5 - np.log(1.5)) / 2
+    assert metrics.tolist() == pytest.approx([policy, value, entropy, k1, k3, 0.5], rel=1e-5)
+    assert loss.item() == pytest.approx(policy + 0.5 * value - 0.1 * entropy, rel=1e-5)
+    normalised = ppo.ppo_loss(Fixed(), mb, torch.tensor(0.2), ppo.Args())[1][0].item()  # advantages 1, -1 -> +-1 / sqrt(2)
+    assert normalised == pytest.approx(policy / math.sqrt(2), rel=1e-5)
+
+
+def test_masked_actions_have_no_probability_gradient_or_entropy():
+    torch.manual_seed(0)
+    logits = (10 * torch.randn(200, 6)).requires_grad_()
+    mask = torch.rand(200, 6) < 0.5
+    mask[:, 2] = True
+    log_probs = ppo.masked_log_probs(logits, mask)
+    assert not log_probs.exp()[~mask].any()
+    sampled = torch.multinomial(log_probs.exp(), 100, replacement=True)
+    assert mask.gather(1, sampled).all()
+    entropy = ppo.masked_entropy(log_probs, mask)
+    for i in range(200):  # the entropy of the distribution over the allowed actions alone
+        expected = torch.distributions.Categorical(logits=logits[i][mask[i]]).entropy()
+        assert entropy[i].item() == pytest.approx(expected.item(), abs=1e-5)
+    (entropy.sum() + log_probs.gather(1, sampled[:, :1]).sum()).backward()
+    assert logits.grad.isfinite().all() and logits.grad[mask].any() and not logits.grad[~mask].any()
+
+
+def test_value_norm_is_a_bias_corrected_average():
+    norm, rng = ppo.ValueNorm(momentum=0.9), np.random.default_rng(0)
+    assert [x.item() for x in norm.statistics()] == [0.0, 1.0]
+    batches = rng.normal(100, 10, size=(5, 16, 4))
+    for batch in batches:
+        norm.update(torch.from_numpy(batch).float())
+    weights = 0.1 * 0.9 ** np.arange(4, -1, -1)
+    mean = np.average(batches.mean((1, 2)), weights=weights)
+    std = np.sqrt(np.average((batches**2).mean((1, 2)), weights=weights) - mean**2)
+    assert [x.item() for x in norm.statistics()] == pytest.approx([mean, std], rel=1e-3)
+
+
+# ----- the game ---------------------------------------------------------------------------------------------------------------
+def test_a_lost_life_does_not_restart_the_game_and_the_game_over_does():
+    envs, rng = ppo.AtariGames(BREAKOUT, 4, False), np.random.default_rng(0)
+    _, info = envs.reset(seed=0)
+    lost, finished = np.zeros(4, dtype=int), 0
+    for _ in range(1000):
+        before = info
+        _, _, terminated, truncated, info = envs.step(rng.integers(0, 4, 4))
+        assert not truncated.any()
+        goes_on = ~info["game_over"]
+        frames = info["episode_frame_number"] - before["episode_frame_number"]
+        assert (frames[goes_on] == 4).all()  # no restart, and every step is four frames
+        lost += terminated
+        assert (info["lives"][goes_on] == 5 - lost[goes_on]).all()
+        assert (lost[info["game_over"]] == 5).all() and (info["lives"][info["game_over"]] == 5).all()
+        finished += info["game_over"].sum()
+        lost[info["game_over"]] = 0
+    envs.close()
+    assert finished >= 8
+
+
+def test_logged_returns_are_the_raw_scores_of_whole_games(tmp_path, monkeypatch):
+    """The rewards of the real game, recorded on their way in, against episodes.csv and TensorBoard."""
+    games, open_games, step = [], [[0.0, 0, 0] for _ in range(4)], ppo.AtariGames.step
+
+    def recording_step(self, actions):
+        result = step(self, actions)
+        for game, reward, terminated, over in zip(open_games, result[1], result[2], result[4]["game_over"], strict=True):
+            game[0], game[1], game[2] = game[0] + reward, game[1] + 1, game[2] + terminated
+            if over:
+                games.append(tuple(game))
+                game[:] = [0.0, 0, 0]
+        return result
+
+    monkeypatch.setattr(ppo.AtariGames, "step", recording_step)
+    run = train(tmp_path, monkeypatch, "--env-id", "SpaceInvadersNoFrameskip-v4", "--total-timesteps", 12_000, *SMALL)
+    logged = [(float(row["episodic_return"]), int(row["episodic_length"])) for row in rows(run / "episodes.csv")]
+    assert len(games) >= 3 and logged == [game[:2] for game in games]
+    assert all(lives_lost == 3 for _, _, lives_lost in games)  # three lives a game of Space Invaders
+    assert any(score > 100 for score, _, _ in games)  # in the game's points, not in signs
+    events = EventAccumulator(str(run))
+    events.Reload()
+    assert [event.value for event in events.Scalars("charts/episodic_return")] == [score for score, _ in logged]
+    expected = {f"charts/{name}" for name in ("episodic_return", "episodic_length", "SPS", "learning_rate", "mean_return_100")}
+    losses = "policy_loss value_loss entropy old_approx_kl approx_kl clipfrac explained_variance".split()
+    assert expected | {f"losses/{name}" for name in losses} <= set(events.Tags()["scalars"])
+
+
+@pytest.mark.parametrize("env_id, sticky", [(BREAKOUT, False), ("ALE/Breakout-v5", True)])
+def test_a_step_is_four_frames_of_the_plain_emulator(env_id, sticky):
+    """Played again frame by frame in Gymnasium's own environment: equal rewards and lives, unless actions are sticky."""
+    envs, plain = ppo.AtariGames(env_id, 1, False), gym.make(BREAKOUT)
+    _, info = envs.reset(seed=5)
+    plain.reset()
+    for frame in range(int(info["frame_number"][0])):
+        plain.step(1 if frame == 0 else 0)  # one FIRE, then no-ops
+    ours, theirs = [], []
+    for action in np.random.default_rng(0).integers(0, 4, 400):
+        _, reward, _, _, info = envs.step(np.array([action]))
+        if info["game_over"][0]:
+            break
+        frames = [plain.step(action) for _ in range(4)]
+        ours.append((float(reward[0]), int(info["lives"][0])))
+        theirs.append((sum(frame[1] for frame in frames), frames[-1][4]["lives"]))
+    envs.close()
+    plain.close()
+    assert len(ours) > 50 and (ours != theirs) == sticky
+
+
+def test_masked_actions_are_never_played(tmp_path, monkeypatch):
+    played, masks, step, loss = set(), [], ppo.AtariGames.step, ppo.ppo_loss
+
+    def recording_step(self, actions):
+        played.update(actions.tolist())
+        return step(self, actions)
+
+    def recording_loss(agent, mb, clip_coef, args):
+        masks.append(mb["masks"])
+        return loss(agent, mb, clip_coef, args)
+
+    monkeypatch.setattr(ppo.AtariGames, "step", recording_step)
+    monkeypatch.setattr(ppo, "ppo_loss", recording_loss)
+    train(tmp_path, monkeypatch, "--full-action-space", "--mask-actions", "--total-timesteps", 1024, *SMALL)
+    assert played == {0, 1, 3, 4}  # of 18: NOOP, FIRE, RIGHT and LEFT
+    assert all(mask.nonzero()[:, 1].unique().tolist() == [0, 1, 3, 4] for mask in masks)
+
+
+def test_time_limit_bootstraps_from_the_final_observation(tmp_path, monkeypatch):
+    """Games cut after 200 frames: V(s') at the cut is that of the final frame, not of the next game's first one."""
+    native, step, gae, finals, seen = ppo.AtariVectorEnv.__init__, ppo.AtariGames.step, ppo.compute_gae, [], []
+    monkeypatch.setattr(ppo.AtariVectorEnv, "__init__", lambda self, **kw: native(self, max_num_frames_per_episode=200, **kw))
+
+    def recording_step(self, actions):
+        result = step(self, actions)
+        finals.append(result[4]["final_obs"].copy() if result[3].any() else None)
+        return result
+
+    def recording_gae(rewards, values, next_values, terminated, done, gamma, gae_lambda):
+        seen.append((values, next_values, terminated, done))
+        return gae(rewards, values, next_values, terminated, done, gamma, gae_lambda)
+
+    monkeypatch.setattr(ppo.AtariGames, "step", recording_step)
+    monkeypatch.setattr(ppo, "compute_gae", recording_gae)
+    size = ["--num-envs", 2, "--num-steps", 128, "--num-minibatches", 1, "--update-epochs", 1, "--precision", "fp32"]
+    run = train(tmp_path, monkeypatch, "--env-id", "PongNoFrameskip-v4", "--total-timesteps", 256, "--seed", 3, *size)
+    torch.manual_seed(3)
+    agent = ppo.Agent(6)  # the network as it was during this first rollout
+    values, next_values, terminated, done = seen[0]
+    assert done.sum() >= 4 and not terminated.any()
+    for t, n in done.nonzero().tolist():
+        with torch.no_grad():
+            assert next_values[t, n].item() == pytest.approx(agent(torch.from_numpy(finals[t][n : n + 1]))[1].item(), abs=1e-5)
+    going_on = ~done[:-1]
+    assert torch.equal(next_values[:-1][going_on], values[1:][going_on])
+    assert len(rows(run / "episodes.csv")) == done.sum()
+
+
+def test_first_minibatch_has_ratio_one_and_uint8_frames(tmp_path, monkeypatch):
+    seen, loss = [], ppo.ppo_loss
+
+    def recording_loss(agent, mb, clip_coef, args):
+        if not seen:
+            with torch.no_grad():
+                log_probs = ppo.masked_log_probs(agent(mb["obs"])[0], mb["masks"])
+            seen.append((log_probs.gather(1, mb["actions"].unsqueeze(1)).squeeze(1) - mb["log_probs"]).exp())
+            assert mb["obs"].dtype == torch.uint8 and mb["obs"].shape == (64, 4, 84, 84)
+        return loss(agent, mb, clip_coef, args)
+
+    monkeypatch.setattr(ppo, "ppo_loss", recording_loss)
+    train(tmp_path, monkeypatch, "--precision", "fp32", "--total-timesteps", 128, *SMALL)
+    assert (seen[0] - 1).abs().max() < 1e-5
+
+
+# ----- the run ----------------------------------------------------------------------------------------------------------------
+def test_copied_alone_under_another_name_it_trains_evaluates_and_is_logged(tmp_path):
+    script = shutil.copy(SCRIPT, tmp_path / "my_agent.py")
+    result = run_script(
+        tmp_path, "--total-timesteps", 6000, *SMALL, "--eval-episodes", 3, "--save-model", script=script, PYTHONPATH=""
+    )
+    assert result.returncode == 0, result.stderr
+    assert "evaluation: 3 games" in result.stdout and "done: runs/" in result.stdout
+    run = only_run(tmp_path)
+    assert run.name.startswith("BreakoutNoFrameskip-v4__my_agent__1__")
+    assert len(rows(run / "episodes.csv")) >= 10 and len(rows(run / "metrics.csv")) == math.ceil(6000 / 128)
+    config = json.loads((run / "config.json").read_text())
+    assert config["args"]["total_timesteps"] == 6000 and config["versions"]["torch"] == torch.__version__
+    names = {name for name in torch.load(run / "my_agent.cleanrl_model", weights_only=True)}
+    assert {"network.0.weight", "network.7.bias", "actor.weight", "critic.bias"} <= names
+    again = run_script(tmp_path, "--resume", f"runs/{run.name}", "--total-timesteps", 6500, script=script, PYTHONPATH="")
+    assert again.returncode == 0 and "the schedules stretch" in again.stdout, again.stderr
+    assert int(rows(run / "metrics.csv")[-1]["global_step"]) >= 6500
+
+
+def test_importing_does_nothing(tmp_path):
+    code = f"import sys; sys.path.insert(0, {str(SCRIPT.parent)!r}); import ppo_atari"
+    result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert (result.returncode, result.stdout, list(tmp_path.iterdir())) == (0, "", [])
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_same_seed_same_run(tmp_path, precision):
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+        result = run_script(tmp_path / name, "--total-timesteps", 3000, "--precision", precision, *SMALL)
+        assert result.returncode == 0, result.stderr
+    assert_same_run(only_run(tmp_path / "one"), only_run(tmp_path / "other"))
+
+
+def test_another_seed_is_another_run(tmp_path, monkeypatch):
+    one, other = (train(tmp_path, monkeypatch, "--seed", seed, "--total-timesteps", 2000, *SMALL) for seed in (1, 2))
+    assert rows(one / "episodes.csv") != rows(other / "episodes.csv")
+
+
+def test_killed_and_resumed_is_the_run_that_was_never_killed(tmp_path):
+    size = ["--num-envs", 8, "--num-steps", 32, "--num-minibatches", 2, "--update-epochs", 1]
+    arguments = ["--total-timesteps", 12_000, "--checkpoint-interval", 1500, *size]
+    for name in ("whole", "killed"):
+        (tmp_path / name).mkdir()
+    with subprocess.Popen(command(*arguments), cwd=tmp_path / "killed", stdout=subprocess.DEVNULL) as process:
+        metrics, deadline = None, time.time() + 200
+        while time.time() < deadline:
+            time.sleep(0.05)
+            metrics = metrics or next((tmp_path / "killed").glob("runs/*/metrics.csv"), None)
+            if metrics and len(metrics.read_text().splitlines()) > 6100 // 256:
+                break
+        process.send_signal(signal.SIGKILL)
+    assert process.returncode == -signal.SIGKILL
+    run = only_run(tmp_path / "killed")
+    before = ppo.load_checkpoint(run)["global_step"]
+    assert 3000 < before < 12_000
+    with open(run / "episodes.csv", "a") as file:
+        file.write("9999,1,2")  # a row that the kill cut short
+    result = run_script(tmp_path / "killed", "--resume", f"runs/{run.name}")
+    assert result.returncode == 0 and f"resumed at step {before:,}" in result.stdout, result.stderr
+    assert run_script(tmp_path / "whole", *arguments).returncode == 0
+    assert_same_run(only_run(tmp_path / "whole"), run)
+    steps = [int(row["global_step"]) for row in rows(run / "episodes.csv")]
+    assert sum(step <= before for step in steps) >= 10 and sum(step > before for step in steps) >= 20
+    events = EventAccumulator(str(run))
+    events.Reload()
+    logged = [event.step for event in events.Scalars("losses/entropy")]
+    assert logged == sorted(set(logged)) and len(logged) == len(rows(run / "metrics.csv"))  # no step stands twice
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_and_says_how_to_go_on(tmp_path, number):
+    with subprocess.Popen(command(*SMALL), cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        while not next(tmp_path.glob("runs/*/checkpoint.pt"), None):
+            time.sleep(0.05)
+        time.sleep(2)
+        process.send_signal(number)
+        output, errors = process.communicate(timeout=60)
+    run = only_run(tmp_path)
+    step = ppo.load_checkpoint(run)["global_step"]
+    assert process.returncode == 128 + number and "Traceback" not in errors
+    assert step > 0 and f"stopped and saved at step {step:,}; to go on: python" in output and "--resume runs/" in output
+    assert int(rows(run / "metrics.csv")[-1]["global_step"]) == step
+
+
+@pytest.mark.parametrize(
+    "make, num_envs",
+    [
+        (lambda: ppo.AtariGames("ALE/Breakout-v5", 4, False), 4),  # sticky actions, lost lives, games of unequal length
+        (
+            lambda: gym.make_vec(
+                "CartPole-v1", 3, "sync", vector_kwargs={"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP}
+            ),
+            3,
+        ),
+    ],
+    ids=["ale", "gymnasium"],
+)
+def test_environments_are_put_back_where_they_were(make, num_envs):
+    rng, envs = np.random.default_rng(0), ppo.ResumableVectorEnv(make(), seed=7, interval=600)
+    actions = rng.integers(0, 2, (1500, num_envs))
+    envs.reset()
+    for action in actions[:1000]:
+        obs, *_ = envs.step(action)
+    state = envs.state_dict()
+    assert len(set(state["start"].tolist())) > 1 and (state["segment"] > 0).all()  # logs of unequal length
+    assert len(state["actions"]) < 1000 and state["actions"].dtype == torch.uint8
+    copy = ppo.ResumableVectorEnv(make(), seed=7, interval=600)
+    np.testing.assert_array_equal(copy.load_state_dict(state)[0], obs)
+    for action in actions[1000:]:
+        for one, other in zip(envs.step(action)[:4], copy.step(action)[:4], strict=True):
+            np.testing.assert_array_equal(one, other)
+    envs.close()
+    copy.close()
+
+
+def test_evaluation_scores_whole_games_and_repeats(tmp_path, monkeypatch):
+    run = train(tmp_path, monkeypatch, "--total-timesteps", 128, *SMALL)
+    scores = ppo.evaluate(run, episodes=6, seed=3)
+    assert len(scores) == 6 and scores == ppo.evaluate(run, episodes=6, seed=3)
+    assert scores != ppo.evaluate(run, episodes=6, seed=4)
+    assert max(scores) > 1  # of five lives
+
+
+def test_init_from_starts_from_the_parameters_of_another_run(tmp_path, monkeypatch):
+    first = train(tmp_path, monkeypatch, "--total-timesteps", 512, *SMALL)
+    second = train(tmp_path, monkeypatch, "--init-from", first, "--learning-rate", 1e-30, "--total-timesteps", 128, *SMALL)
+    one, other = ppo.load_checkpoint(first)["agent"], ppo.load_checkpoint(second)["agent"]
+    assert first != second and all(torch.allclose(one[name], other[name], rtol=0, atol=1e-20) for name in one)
+
+
+def test_value_targets_can_be_normalised(tmp_path, monkeypatch):
+    arguments = ["--norm-value-targets", "--no-clip-reward", "--env-id", "SpaceInvadersNoFrameskip-v4"]
+    run = train(tmp_path, monkeypatch, *arguments, "--total-timesteps", 2048, *SMALL)
+    moments = ppo.load_checkpoint(run)["value_norm"]["moments"]
+    assert moments[0] == pytest.approx(1 - 0.99**16) and moments[2] > 1  # returns are far from 0
+
+
+def test_target_kl_stops_the_epochs(tmp_path, monkeypatch):
+    calls, loss = [], ppo.ppo_loss
+    monkeypatch.setattr(ppo, "ppo_loss", lambda *inputs: calls.append(1) or loss(*inputs))
+    size = ["--num-envs", 4, "--num-steps", 32, "--num-minibatches", 2, "--total-timesteps", 128, "--learning-rate", 0.01]
+    train(tmp_path, monkeypatch, *size)
+    assert len(calls) == 8
+    train(tmp_path, monkeypatch, *size, "--target-kl", 1e-6)
+    assert len(calls) == 8 + 2
+
+
+def test_weights_and_biases_offline(tmp_path):
+    result = run_script(tmp_path, "--total-timesteps", 256, *SMALL, "--track", WANDB_MODE="offline", WANDB_SILENT="true")
+    assert result.returncode == 0, result.stderr
+    assert list(only_run(tmp_path).glob("wandb/offline-run-*/*.wandb"))
+
+
+# ----- bad input --------------------------------------------------------------------------------------------------------------
+BAD = {
+    "--env-id NoSuchGame-v4": "not a known environment",
+    "--env-id CartPole-v1": "not an Atari game",
+    "--env-id Breakout-v4": "try BreakoutNoFrameskip-v4 or ALE/Breakout-v5",
+    "--env-id Pong-v0": "try PongNoFrameskip-v4 or ALE/Pong-v5",
+    "--num-minibatches 3": "must divide num-envs * num-steps = 1024",
+    "--num-minibatches 1024": "--norm-adv needs 2 samples",
+    "--num-envs 0": "--num-envs 0: must be a finite number, at least 1",
+    "--num-steps -128": "--num-steps -128",
+    "--update-epochs 0": "--update-epochs 0",
+    "--checkpoint-interval 0": "--checkpoint-interval 0",
+    "--total-timesteps 1023": "must be at least one iteration, num-envs * num-steps = 1024 steps",
+    "--learning-rate 0": "above 0",
+    "--learning-rate nan": "--learning-rate nan",
+    "--gamma 1.5": "at most 1",
+    "--target-kl -1": "--target-kl -1.0",
+    "--seed -1": "--seed -1",
+    "--exp-name a/b": "--exp-name 'a/b'",
+    "--mask-actions": "--full-action-space",
+    "--device gpu": "must be auto, cpu, cuda, cuda:N or mps",
+    "--device cuda:99": "CUDA devices here",
+    "--resume nowhere": "not a run folder",
+    "--init-from nowhere": "not a run folder",
+    "--precision fp8": "'auto'",
+    "--sed 3": "Unrecognized",
+}
+
+
+@pytest.mark.parametrize("arguments", BAD)
+def test_bad_input_is_one_clear_line(arguments, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as stop:
+        ppo.parse_args(arguments.split())
+    errors = capsys.readouterr().err
+    assert stop.value.code == 2 and BAD[arguments] in errors and not list(tmp_path.iterdir())
+    if arguments not in ("--precision fp8", "--sed 3"):  # tyro answers these, in a box
+        assert errors.startswith("error: ") and errors.count("\n") == 1
+
+
+def test_cuda_without_cuda():
+    if torch.cuda.is_available():
+        pytest.skip("there is CUDA here")
+    with pytest.raises(SystemExit):
+        ppo.parse_args(["--device", "cuda"])
+
+
+def test_a_run_folder_that_cannot_be_written(tmp_path):
+    (tmp_path / "runs").write_text("a file where the folder should be")
+    result = run_script(tmp_path, "--total-timesteps", 128, *SMALL)
+    assert result.returncode == 2 and result.stderr.count("\n") == 1 and "runs" in result.stderr, result.stderr
+
+
+def test_bad_checkpoints_are_refused_and_a_resume_changes_nothing_else(tmp_path, monkeypatch, capsys):
+    run = train(tmp_path, monkeypatch, "--total-timesteps", 128, *SMALL)
+    capsys.readouterr()
+
+    def refused(*arguments):
+        with pytest.raises(SystemExit) as stop:
+            ppo.train(ppo.parse_args([*map(str, arguments)]))
+        errors = capsys.readouterr().err
+        assert stop.value.code == 2 and errors.startswith("error: ") and errors.count("\n") == 1, errors
+        return errors
+
+    assert "started with 1" in refused("--resume", run, "--seed", 2)
+    assert "can only grow" in refused("--resume", run, "--total-timesteps", 127)
+    assert "does not fit" in refused("--init-from", run, "--env-id", "PongNoFrameskip-v4")
+    whole = (run / "checkpoint.pt").read_bytes()
+    (run / "checkpoint.pt").write_bytes(whole[: len(whole) // 2])
+    assert "damaged" in refused("--resume", run)
+    torch.save({"something": "else"}, run / "checkpoint.pt")
+    assert "not written by this script" in refused("--resume", run)
+
+    class Malicious:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "executed"),)
+
+    torch.save({"args": Malicious()}, run / "checkpoint.pt")
+    assert "damaged" in refused("--resume", run)
+    assert not (tmp_path / "executed").exists()
+    (run / "checkpoint.pt").write_bytes(whole)
+    (run / "episodes.csv").write_text("")
+    assert "shorter" in refused("--resume", run)
+
+
+def test_two_runs_of_the_same_second_do_not_share_a_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(ppo.time, "time", lambda: 1234567890.0)
+    one, other = (train(tmp_path, monkeypatch, "--total-timesteps", 128, *SMALL) for _ in range(2))
+    assert one != other and one.name + "-2" == other.name
