@@ -63,9 +63,7 @@ from tqdm import tqdm
 gym.register_envs(ale_py)
 
 
-# ==============================================================================================================================
-# ARGUMENTS
-# ==============================================================================================================================
+# ===== ARGUMENTS ==============================================================================================================
 @dataclass
 class Args:
     """PPO on Atari. Defaults are those of Schulman et al. 2017 and openai/baselines unless a line says otherwise."""
@@ -138,9 +136,7 @@ def check_args(args: Args) -> None:
         fail(f"--env-id {args.env_id}: {problem}; try {' or '.join(near)}")
 
 
-# ==============================================================================================================================
-# ENVIRONMENT
-# ==============================================================================================================================
+# ===== ENVIRONMENT ============================================================================================================
 class AtariGames(AtariVectorEnv):
     """N Atari games stepped in native threads, each 84x84 grey frames, 4 stacked: obs [N, 4, 84, 84] uint8, rewards raw.
 
@@ -188,9 +184,7 @@ def valid_actions(args: Args, num_actions: int) -> Tensor:
     return torch.tensor([action in ale.getMinimalActionSet() for action in ale.getLegalActionSet()])
 
 
-# ==============================================================================================================================
-# NETWORK
-# ==============================================================================================================================
+# ===== NETWORK ================================================================================================================
 def layer_init(layer: nn.Module, std: float = math.sqrt(2)) -> nn.Module:
     """Orthogonal weights and zero biases (detail 2)."""
     nn.init.orthogonal_(layer.weight, std)
@@ -228,9 +222,7 @@ class Agent(nn.Module):
             return self.actor(hidden), self.critic(hidden).squeeze(-1)
 
 
-# ==============================================================================================================================
-# FORMULAS
-# ==============================================================================================================================
+# ===== FORMULAS ===============================================================================================================
 def masked_log_probs(logits: Tensor, mask: Tensor) -> Tensor:
     """log pi(a|s) [B, A] over the actions that `mask` [B, A] allows; the others have probability 0 and get no gradient.
 
@@ -331,9 +323,7 @@ class ValueNorm(nn.Module):
         return mean, (square - mean**2).clamp(min=1e-8).sqrt()
 
 
-# ==============================================================================================================================
-# TRAINING
-# ==============================================================================================================================
+# ===== TRAINING ===============================================================================================================
 def train(args: Args) -> Path:
     """Trains as `args` say and returns the run folder."""
     check_args(args)
@@ -451,9 +441,7 @@ def train(args: Args) -> Path:
     return run.folder
 
 
-# ==============================================================================================================================
-# EVALUATION
-# ==============================================================================================================================
+# ===== EVALUATION =============================================================================================================
 @torch.no_grad()
 def evaluate(folder: str | Path, episodes: int = 10, seed: int = 0, greedy: bool = False, device: str = "auto") -> list[float]:
     """Plays full games with a run's agent in the environments it was trained in; returns the game's own score of each.
@@ -542,18 +530,15 @@ def check_run_args(args: Args) -> None:
 
 
 def choose_device(name: str) -> torch.device:
-    """auto, cpu, cuda, cuda:N or mps, as a device that is there."""
-    cuda = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    mps = torch.backends.mps.is_available()
+    """auto, cpu, cuda, cuda:N or mps, as a device that works here."""
     if name == "auto":
-        name = "cuda" if cuda else "mps" if mps else "cpu"
+        return torch.device("cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu")
     known = re.fullmatch(r"cpu|mps|cuda(:\d{1,3})?", name) is not None
     require(known, f"--device {name}: must be auto, cpu, cuda, cuda:N or mps")
-    device = torch.device(name)
-    if device.type == "cuda":
-        require((device.index or 0) < cuda, f"--device {name}: PyTorch finds {cuda} CUDA devices here; try auto or cpu")
-    require(device.type != "mps" or mps, f"--device {name}: PyTorch finds no MPS here; try auto or cpu")
-    return device
+    try:
+        return torch.zeros(1, device=name).device
+    except (AssertionError, RuntimeError) as error:
+        fail(f"--device {name}: does not work here, try auto or cpu ({str(error)[:100].splitlines()[0]})")
 
 
 def choose_bf16(precision: str, device: torch.device) -> bool:

@@ -21,7 +21,7 @@ import ppo_atari as ppo
 
 SCRIPT = Path(ppo.__file__).resolve()
 BREAKOUT = "BreakoutNoFrameskip-v4"
-SMALL = "--num-envs 4 --num-steps 32 --num-minibatches 2 --update-epochs 1".split()
+SMALL = ["--num-envs", "4", "--num-steps", "32", "--num-minibatches", "2", "--update-epochs", "1"]
 
 
 def command(*arguments: object, script: Path = SCRIPT) -> list[str]:
@@ -201,7 +201,7 @@ def test_logged_returns_are_the_raw_scores_of_whole_games(tmp_path, monkeypatch)
     events.Reload()
     assert [event.value for event in events.Scalars("charts/episodic_return")] == [score for score, _ in logged]
     expected = {f"charts/{name}" for name in ("episodic_return", "episodic_length", "SPS", "learning_rate", "mean_return_100")}
-    losses = "policy_loss value_loss entropy old_approx_kl approx_kl clipfrac explained_variance".split()
+    losses = ["policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac", "explained_variance"]
     assert expected | {f"losses/{name}" for name in losses} <= set(events.Tags()["scalars"])
 
 
@@ -466,7 +466,7 @@ BAD = {
     "--exp-name a/b": "--exp-name 'a/b'",
     "--mask-actions": "--full-action-space",
     "--device gpu": "must be auto, cpu, cuda, cuda:N or mps",
-    "--device cuda:99": "CUDA devices here",
+    "--device cuda:99": "does not work here",
     "--resume nowhere": "not a run folder",
     "--init-from nowhere": "not a run folder",
     "--precision fp8": "'auto'",
