@@ -8,7 +8,7 @@ The algorithm, in the names of the code below:
 
     for each iteration:
         play num_steps steps in num_envs games with the present policy; store
-            obs, action, log_prob, value, reward, terminated, done      # a rollout, [T, N]
+            obs, action, log_prob, value, reward, terminated, truncated      # a rollout, [T, N]
         advantages = compute_gae(...)          # how much better than expected was each action?
         returns = advantages + values          # what the value should have been
         for each of update_epochs passes, for each shuffled minibatch:
@@ -69,15 +69,15 @@ class Args:
     """PPO on Atari. Defaults are those of Schulman et al. 2017 and openai/baselines unless a line says otherwise."""
 
     # ----- the run ------------------------------------------------------------------------------------------------------------
-    exp_name: str = Path(__file__).stem  # name of the experiment, part of the run folder's name
+    exp_name: str = re.sub(r"[^\w.-]", "-", Path(__file__).stem)  # name of the experiment, part of the run folder's name
     seed: int = 1  # seed of every random generator; the same seed gives the same run on the same machine
     torch_deterministic: bool = True  # ask cuDNN for deterministic algorithms (a CPU is deterministic anyway)
     device: str = "auto"  # auto (cuda, else mps, else cpu), cpu, cuda, cuda:N or mps
-    precision: Literal["auto", "fp32", "bf16"] = "auto"  # of the convolutions; auto: bf16 where the hardware has it, else fp32
+    precision: Literal["auto", "fp32", "bf16"] = "auto"  # of the trunk; auto: bf16 where the hardware has it, else fp32
     compile: bool = False  # compile the loss with torch.compile, for a minute at the start; never needed
     resume: str | None = None  # go on with this run (runs/NAME) in its folder; the arguments come from the run
     init_from: str | None = None  # start a new run from the parameters of this one (runs/NAME)
-    checkpoint_interval: int = 100_000  # environment steps between checkpoints; a killed run loses fewer than these
+    checkpoint_interval: int = 100_000  # environment steps between checkpoints; a killed run replays these when resumed
     eval_episodes: int = 0  # full games to play with the trained agent at the end
     save_model: bool = False  # at the end also write the bare state_dict, {exp_name}.cleanrl_model
     track: bool = False  # also log to Weights & Biases (WANDB_MODE=offline works); else nothing touches the network
@@ -91,7 +91,7 @@ class Args:
     clip_reward: bool = True  # learn from the sign of the reward (detail 19); the returns reported are always the game's
 
     # ----- the algorithm ------------------------------------------------------------------------------------------------------
-    total_timesteps: int = 10_000_000  # environment steps of the run, all games together; a step is 4 frames
+    total_timesteps: int = 10_000_000  # steps of all games together, rounded up to whole rollouts; a step is 4 frames
     learning_rate: float = 2.5e-4  # Adam's step size at the start
     anneal_lr: bool = True  # lower the learning rate linearly to 0 over the run (detail 4)
     num_envs: int = 8  # games played side by side (detail 1)
@@ -120,10 +120,11 @@ def check_args(args: Args) -> None:
     check_numbers(args, "gamma gae_lambda", low=0, high=1)
     batch_size = args.num_envs * args.num_steps
     batch = f"num-envs * num-steps = {batch_size}"
-    steps, parts = args.total_timesteps, args.num_minibatches
-    require(steps >= batch_size, f"--total-timesteps {steps}: must be at least one iteration, {batch} steps")
-    require(batch_size % parts == 0, f"--num-minibatches {parts}: must divide {batch}")
-    require(batch_size > parts or not args.norm_adv, f"--num-minibatches {parts}: --norm-adv needs 2 samples in each; {batch}")
+    total, minibatches = args.total_timesteps, args.num_minibatches
+    require(total >= batch_size, f"--total-timesteps {total}: must be at least one iteration, {batch} steps")
+    require(batch_size % minibatches == 0, f"--num-minibatches {minibatches}: must divide {batch}")
+    enough = batch_size > minibatches or not args.norm_adv
+    require(enough, f"--num-minibatches {minibatches}: --norm-adv needs 2 samples in each, of {batch}")
     require(args.full_action_space or not args.mask_actions, "--mask-actions: masks nothing without --full-action-space")
 
     works = [i for i in gym.registry if re.fullmatch(r"\w+NoFrameskip-v4|ALE/\w+-v5", i) and "game" in gym.registry[i].kwargs]
@@ -142,7 +143,7 @@ class AtariGames(AtariVectorEnv):
 
     A lost life is `terminated`, so that the critic expects nothing after it (detail 16), but the game goes on: its end is
     `info["game_over"]` [N], when obs is already the next game's first and `info["final_obs"]` the old one's last. (With the
-    emulator's `episodic_life=True` a lost life would restart the game, and the agent would never see its second one.)
+    emulator's `episodic_life=True` a lost life would restart the game, and the agent would never see its second life.)
     A game starts with one FIRE, where there is that action (detail 17), and up to 29 no-ops (detail 14). After a lost life
     nothing is pressed for the agent: in Breakout it has to learn to serve.
     """
@@ -215,7 +216,9 @@ class Agent(nn.Module):
     def forward(self, obs: Tensor) -> tuple[Tensor, Tensor]:
         """obs [B, 4, 84, 84] uint8 -> logits [B, A], value [B], both float32."""
         with torch.autocast(obs.device.type, torch.bfloat16, enabled=self.bf16):
-            pixels = obs.to(torch.bfloat16 if self.bf16 else torch.float32) / 255.0  # 0 to 1 (detail 22)
+            # From bytes to 0..1 (detail 22), in the layout in which the convolutions are fastest.
+            layout = torch.channels_last if obs.is_cpu and not self.bf16 else torch.contiguous_format
+            pixels = obs.to(torch.bfloat16 if self.bf16 else torch.float32, memory_format=layout) / 255.0
             hidden = self.network(pixels)
         with torch.autocast(obs.device.type, enabled=False):  # bfloat16 is too coarse for the heads
             hidden = hidden.float()
@@ -239,7 +242,7 @@ def masked_entropy(log_probs: Tensor, mask: Tensor) -> Tensor:
 def compute_gae(
     rewards: Tensor, values: Tensor, next_values: Tensor, terminated: Tensor, done: Tensor, gamma: float, gae_lambda: float
 ) -> Tensor:
-    """Generalised advantage estimation, arXiv:1506.02438, equations 11, 12 and 16 (detail 5). All [T, N].
+    """Generalised advantage estimation (detail 5), arXiv:1506.02438, equation 16, as a recursion. All [T, N].
 
         delta_t = r_t + gamma * (1 - terminated_t) * V(s'_t) - V(s_t)
         A_t     = delta_t + gamma * lambda * (1 - done_t) * A_{t+1}
@@ -303,8 +306,8 @@ def ppo_loss(agent: Agent, mb: dict[str, Tensor], clip_coef: Tensor, args: Args)
 class ValueNorm(nn.Module):
     """Running mean and standard deviation of the returns, for a critic that predicts (return - mean) / std.
 
-    Moving averages over iterations, bias-corrected as Adam's are; 0 and 1 until the first update. As in van Hasselt et al.
-    2016, arXiv:1602.07714, section 2.1, without their correction of the output layer.
+    Moving averages over iterations, bias-corrected as Adam's are; 0 and 1 until the first update. As van Hasselt et al. 2016,
+    arXiv:1602.07714, rescale targets, without the step of theirs that then corrects the output layer.
     """
 
     def __init__(self, momentum: float = 0.99) -> None:
@@ -333,14 +336,12 @@ def train(args: Args) -> Path:
     keep_freed_memory()
     seed_everything(args.seed, args.torch_deterministic)
 
-    games = AtariGames(args.env_id, args.num_envs, args.full_action_space)
-    envs = ResumableVectorEnv(games, args.seed, args.checkpoint_interval)
-    num_actions = int(games.single_action_space.n)
+    atari = AtariGames(args.env_id, args.num_envs, args.full_action_space)
+    envs = ResumableVectorEnv(atari, args.seed, args.checkpoint_interval)
+    num_actions = int(atari.single_action_space.n)
     mask = valid_actions(args, num_actions).to(device).expand(args.num_envs, -1)  # [N, A]
     agent, value_norm = Agent(num_actions, bf16).to(device), ValueNorm().to(device)
-    if device.type == "cpu" and not bf16:
-        agent = agent.to(memory_format=torch.channels_last)  # the faster layout for fp32 convolutions on a CPU
-    if args.init_from:
+    if args.init_from and not checkpoint:
         load_state({"agent": agent, "value_norm": value_norm}, load_checkpoint(args.init_from), args.init_from)
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)  # detail 3
     loss_function = torch.compile(ppo_loss) if args.compile else ppo_loss
@@ -352,12 +353,9 @@ def train(args: Args) -> Path:
     if checkpoint:
         load_state(parts, checkpoint, args.resume)
         first_iteration, global_step = checkpoint["iteration"] + 1, checkpoint["global_step"]
-        next_obs, _ = envs.load_state_dict(checkpoint["envs"])
         set_rng_state(checkpoint["rng"])
-    else:
-        next_obs, _ = envs.reset()
 
-    def state(iteration: int) -> dict:
+    def snapshot(iteration: int) -> dict:
         counters = {"iteration": iteration, "global_step": global_step, "envs": envs.state_dict(), "rng": rng_state()}
         return {name: part.state_dict() for name, part in parts.items()} | counters
 
@@ -372,8 +370,8 @@ def train(args: Args) -> Path:
 
     about = f"{num_actions} actions, {args.num_envs} games at once; {num_iterations:,} iterations of {batch_size:,} steps"
     with contextlib.closing(envs), Run(args, checkpoint, num_iterations * batch_size, device, bf16, about) as run:
-        if not checkpoint:
-            run.save(state(0))
+        next_obs, _ = envs.load_state_dict(checkpoint["envs"]) if checkpoint else envs.reset()
+        run.save(snapshot(first_iteration - 1))
         for iteration in range(first_iteration, num_iterations + 1):
             remaining = 1 - (iteration - 1) / num_iterations  # from 1 at the start towards 0
             learning_rate = args.learning_rate * (remaining if args.anneal_lr else 1)  # detail 4
@@ -403,10 +401,10 @@ def train(args: Args) -> Path:
                 last_value = agent(torch.from_numpy(next_obs).to(device))[1] * value_std + value_mean
 
             # ----- ESTIMATE THE ADVANTAGES
-            terminated, truncated = terminateds.to(device), truncateds.to(device)
-            next_values = torch.where(truncated, final_values, torch.cat([values[1:], last_value.unsqueeze(0)]))
-            done = terminated | truncated
-            advantages = compute_gae(rewards.to(device), values, next_values, terminated, done, args.gamma, args.gae_lambda)
+            terminations, truncations = terminateds.to(device), truncateds.to(device)  # [T, N]
+            done = terminations | truncations
+            next_values = torch.where(truncations, final_values, torch.cat([values[1:], last_value.unsqueeze(0)]))
+            advantages = compute_gae(rewards.to(device), values, next_values, terminations, done, args.gamma, args.gae_lambda)
             returns = advantages + values
             if args.norm_value_targets:
                 value_norm.update(returns)
@@ -433,9 +431,10 @@ def train(args: Args) -> Path:
             losses = dict(zip(LOSS_NAMES, torch.stack(metrics).mean(0).tolist(), strict=True))
             losses["explained_variance"] = (1 - (returns - values).var() / returns.var()).item()
             run.log(global_step, {"charts/learning_rate": learning_rate} | {f"losses/{k}": v for k, v in losses.items()})
-            if run.wants_checkpoint(global_step) or iteration == num_iterations:
-                run.save(state(iteration))
-            if run.stopped:
+            stopped = run.stopped  # read once: a signal may come between the next two lines
+            if stopped or run.wants_checkpoint(global_step) or iteration == num_iterations:
+                run.save(snapshot(iteration))
+            if stopped:
                 break
         run.finish(agent, evaluate)
     return run.folder
@@ -449,6 +448,7 @@ def evaluate(folder: str | Path, episodes: int = 10, seed: int = 0, greedy: bool
     Actions are sampled as in training, or are the most probable ones where `greedy`. Each environment plays a share of the
     games that is settled beforehand: to take the first to finish would favour short games.
     """
+    require(episodes >= 1, f"episodes {episodes}: must be 1 or more")
     checkpoint, target = load_checkpoint(folder), choose_device(device)
     args = Args(**checkpoint["args"])
     num_envs = min(episodes, args.num_envs)
@@ -462,7 +462,7 @@ def evaluate(folder: str | Path, episodes: int = 10, seed: int = 0, greedy: bool
     share = [len(range(i, episodes, num_envs)) for i in range(num_envs)]
     scores, episode_return = [[] for _ in share], np.zeros(num_envs)
     with contextlib.closing(envs):
-        obs, _ = envs.reset(seed=seed)
+        obs, _ = envs.reset(seed=np.random.SeedSequence(seed).generate_state(num_envs).astype(np.int64) >> 1)
         while any(len(finished) < games for finished, games in zip(scores, share, strict=True)):
             log_prob = masked_log_probs(agent(torch.from_numpy(obs).to(target))[0], mask)
             sampled = torch.multinomial(log_prob.exp(), 1, generator=generator).squeeze(-1)
@@ -491,12 +491,17 @@ def require(condition: bool, message: str) -> None:
         fail(message)
 
 
+def first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip()[:100]}".splitlines()[0]
+
+
 def parse_args(argv: list[str] | None = None) -> Args:
     """The command line as Args; with --resume the run's own arguments are the defaults."""
     parser = ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--resume")
     folder = parser.parse_known_args(argv)[0].resume
-    args = tyro.cli(Args, args=argv, default=Args(**load_checkpoint(folder)["args"]) if folder else Args())
+    default = Args() if folder is None else Args(**load_checkpoint(folder)["args"])
+    args = tyro.cli(Args, args=argv, default=default)
     check_args(args)
     return args
 
@@ -514,14 +519,16 @@ def check_run_args(args: Args) -> None:
     """The checks that all scripts share."""
     check_numbers(args, "seed", low=0, high=2**32 - 1)
     check_numbers(args, "eval_episodes", low=0)
+    choose_device(args.device)
     named = re.fullmatch(r"[\w.-]{1,100}", args.exp_name) is not None
     require(named, f"--exp-name {args.exp_name!r}: must be 1 to 100 letters, digits, . _ or -")
-    on_cpu = choose_device(args.device).type == "cpu"
-    if args.compile and on_cpu and shutil.which(os.environ.get("CXX", "c++")) is None:
-        fail("--compile: needs a C++ compiler (c++, or the one that CXX names); leave the flag out, it only saves time")
-    if args.init_from and not args.resume:
-        load_checkpoint(args.init_from)
-    for name, before in load_checkpoint(args.resume)["args"].items() if args.resume else ():
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+    require(compiler is not None or not args.compile, "--compile: needs a C++ compiler, g++ or clang++; it can be left out")
+    if args.resume is None:
+        if args.init_from is not None:
+            load_checkpoint(args.init_from)
+        return
+    for name, before in load_checkpoint(args.resume)["args"].items():
         flag, now = f"--{name.replace('_', '-')}", getattr(args, name)
         if name == "total_timesteps":
             require(now >= before, f"{flag} {now}: a resumed run can only grow, and this one has {before}")
@@ -538,7 +545,7 @@ def choose_device(name: str) -> torch.device:
     try:
         return torch.zeros(1, device=name).device
     except (AssertionError, RuntimeError) as error:
-        fail(f"--device {name}: does not work here, try auto or cpu ({str(error)[:100].splitlines()[0]})")
+        fail(f"--device {name}: does not work here, try auto or cpu ({first_line(error)})")
 
 
 def choose_bf16(precision: str, device: torch.device) -> bool:
@@ -569,8 +576,10 @@ def seed_everything(seed: int, deterministic: bool) -> None:
 def rng_state() -> dict:
     """The state of every global random generator, as tensors and plain values."""
     name, keys, *rest = np.random.get_state()
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    return {"python": random.getstate(), "numpy": (name, keys.tolist(), *rest), "torch": torch.get_rng_state(), "cuda": cuda}
+    state = {"python": random.getstate(), "numpy": (name, keys.tolist(), *rest), "torch": torch.get_rng_state()}
+    state["cuda"] = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    state["mps"] = torch.mps.get_rng_state() if torch.backends.mps.is_available() else None
+    return state
 
 
 def set_rng_state(state: dict) -> None:
@@ -579,6 +588,8 @@ def set_rng_state(state: dict) -> None:
     torch.set_rng_state(state["torch"])
     if torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all(state["cuda"])
+    if torch.backends.mps.is_available() and state["mps"] is not None:
+        torch.mps.set_rng_state(state["mps"])
 
 
 class ResumableVectorEnv:
@@ -601,8 +612,9 @@ class ResumableVectorEnv:
         return self._seeded_reset(np.ones(self.envs.num_envs, dtype=bool))
 
     def step(self, action: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict]:
+        action = action.astype(self.envs.single_action_space.dtype)  # as it will be when it is played again
         obs, reward, terminated, truncated, info = self.envs.step(action)
-        self.actions.append(action.copy())
+        self.actions.append(action)
         self.steps += self.envs.num_envs
         due = info.get("game_over", terminated | truncated) & (self.segment < self.steps // self.interval)
         if due.any():
@@ -610,8 +622,9 @@ class ResumableVectorEnv:
             del self.actions[: self.start.min()]
             self.start -= self.start.min()
             obs, reset_info = self._seeded_reset(due)
-            for key in info.keys() & reset_info.keys():
-                info[key][due] = reset_info[key][due]
+            for key, value in reset_info.items():
+                if isinstance(value, np.ndarray) and key in info:
+                    info[key][due] = value[due]
         return obs, reward, terminated, truncated, info
 
     def _seeded_reset(self, mask: np.ndarray) -> tuple[np.ndarray, dict]:
@@ -619,7 +632,7 @@ class ResumableVectorEnv:
         keys = ((self.seed, i, int(segment)) for i, segment in enumerate(self.segment))
         seeds = np.array([np.random.SeedSequence(key).generate_state(1)[0] >> 1 for key in keys], dtype=np.int64)
         options = {} if mask.all() else {"options": {"reset_mask": mask}}
-        of_gymnasium = isinstance(self.envs, (gym.vector.SyncVectorEnv, gym.vector.AsyncVectorEnv))
+        of_gymnasium = isinstance(self.envs.unwrapped, (gym.vector.SyncVectorEnv, gym.vector.AsyncVectorEnv))
         return self.envs.reset(seed=seeds.tolist() if of_gymnasium else seeds[mask], **options)
 
     def state_dict(self) -> dict:
@@ -651,7 +664,7 @@ def load_checkpoint(folder: str | Path) -> dict:
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        fail(f"{path}: damaged, or no checkpoint ({str(error).strip().splitlines()[0][:100]})")
+        fail(f"{path}: damaged, or no checkpoint ({first_line(error)})")
     names = {field.name for field in dataclasses.fields(Args)}
     known = isinstance(checkpoint, dict) and isinstance(checkpoint.get("args"), dict) and checkpoint["args"].keys() == names
     require(known, f"{path}: not written by this script, or by another version of it")
@@ -664,7 +677,7 @@ def load_state(parts: dict, checkpoint: dict, folder: str | Path) -> None:
         for name, part in parts.items():
             part.load_state_dict(checkpoint[name])
     except (KeyError, RuntimeError, ValueError) as error:
-        fail(f"{folder}: does not fit this environment or network ({str(error).splitlines()[-1].strip()})")
+        fail(f"{folder}: does not fit this environment or network ({first_line(error)})")
 
 
 class Run:
@@ -673,11 +686,12 @@ class Run:
     def __init__(
         self, args: Args, checkpoint: dict | None, total_steps: int, device: torch.device, bf16: bool, about: str
     ) -> None:
-        kept = checkpoint["run"] if checkpoint else {"seconds": 0.0, "sizes": {}, "games": [], "playing": []}
+        kept = checkpoint["run"] if checkpoint else {"seconds": 0.0, "sizes": {}, "episodes": [], "playing": [], "commands": []}
         self.args, self.total_steps, self.stopped = args, total_steps, None
         self.step = self.saved_step = checkpoint["global_step"] if checkpoint else 0
-        self.games = deque(kept["games"], maxlen=100)  # (return, length) of the last 100 finished
-        self.playing = np.array(kept["playing"])  # [2, N], return and length so far of the unfinished
+        self.episodes = deque(kept["episodes"], maxlen=100)  # (return, length) of the last 100 finished
+        self.playing = np.array(kept["playing"] or np.zeros((2, args.num_envs)))  # return and length so far of the unfinished
+        self.commands = [*kept["commands"], shlex.join(sys.argv)]
         try:
             self.folder = Path(args.resume) if args.resume else self._new_folder()
             for name, size in kept["sizes"].items():  # cut off what was written after the checkpoint: it will come again
@@ -694,7 +708,7 @@ class Run:
             id = self.folder.resolve().name  # the same when resumed, so that W&B continues the same run
             names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": id, "id": id}
             wandb.init(**names, resume="allow", dir=self.folder, config=vars(args), sync_tensorboard=True, save_code=True)
-        self.writer = SummaryWriter(self.folder, purge_step=self.step + 1 if checkpoint else None)
+        self.writer = SummaryWriter(self.folder, purge_step=self.step + 1)  # what was logged after the checkpoint is ignored
         if not checkpoint:
             self._write_row("episodes.csv", ("global_step", "episodic_return", "episodic_length", "seconds"))
             rows = "".join(f"|{key}|{value}|\n" for key, value in vars(args).items())
@@ -704,7 +718,7 @@ class Run:
         if checkpoint:
             before, now = checkpoint["args"]["total_timesteps"], args.total_timesteps
             stretched = f"; total-timesteps grows from {before:,} to {now:,}: the schedules stretch" if now > before else ""
-            print(f"resumed at step {self.step:,}{stretched}", flush=True)
+            print(f"resuming at step {self.step:,}{stretched}; the games are played again to where they were", flush=True)
         self.start = time.perf_counter() - kept["seconds"]
         self.printed = time.perf_counter()
         self.window = deque([(self.printed, self.step)], maxlen=20)  # for steps per second
@@ -724,18 +738,17 @@ class Run:
                 folder = Path(f"{base}-{number}")  # another run of the same second
 
     def _write_config(self, device: torch.device, bf16: bool) -> None:
-        path = self.folder / "config.json"
-        commands = json.loads(path.read_text())["commands"] if path.is_file() else []
         try:
             git = ["git", "-C", str(Path(__file__).resolve().parent), "rev-parse", "HEAD"]
             commit = subprocess.run(git, capture_output=True, text=True, timeout=10).stdout.strip() or None
         except (OSError, subprocess.SubprocessError):
             commit = None
-        versions = {name: importlib.metadata.version(name) for name in ("torch", "numpy", "gymnasium", "ale-py")}
-        config = {"args": vars(self.args), "commands": [*commands, shlex.join(sys.argv)], "git_commit": commit}
+        packages = {package.name.replace("_", "-"): package.version for package in importlib.metadata.distributions()}
+        config = {"args": vars(self.args), "commands": self.commands, "git_commit": commit}
         config |= {"device": str(device), "precision": "bf16" if bf16 else "fp32", "threads": torch.get_num_threads()}
-        config |= {"python": platform.python_version(), "machine": platform.platform(), "versions": versions}
-        path.write_text(json.dumps(config, indent=2) + "\n")
+        config |= {"python": platform.python_version(), "machine": platform.platform()}
+        config |= {name: packages.get(name) for name in ("torch", "numpy", "gymnasium", "ale-py", "mujoco")}
+        (self.folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
     def _write_row(self, name: str, row: Iterable) -> None:
         csv.writer(self.csvs[name]).writerow(row)
@@ -753,8 +766,7 @@ class Run:
         os.write(2, b"\nstopping after this iteration (once more stops at once)\n")
 
     def __exit__(self, *_) -> None:
-        for number, handler in self.handlers.items():
-            signal.signal(number, handler)
+        self._restore_handlers()
         self.bar.close()
         self.writer.close()
         for file in self.csvs.values():
@@ -764,15 +776,18 @@ class Run:
 
             wandb.finish()
 
-    def log_step(self, global_step: int, reward: np.ndarray, game_over: np.ndarray) -> None:
-        """Adds up each game's own reward [N]; a game that is over [N] becomes a row of episodes.csv."""
-        if self.playing.size == 0:
-            self.playing = np.zeros((2, len(reward)))
-        self.playing += np.stack([reward, np.ones(len(reward))])
-        for i in np.flatnonzero(game_over):
+    def _restore_handlers(self) -> None:
+        for number, handler in self.handlers.items():
+            signal.signal(number, handler)
+
+    def log_step(self, global_step: int, reward: np.ndarray, episode_over: np.ndarray) -> None:
+        """Adds up the environments' own rewards [N]; an episode that is over [N] becomes a row of episodes.csv."""
+        self.playing[0] += reward
+        self.playing[1] += 1
+        for i in np.flatnonzero(episode_over):
             episodic_return, episodic_length = self.playing[:, i].tolist()
             self.playing[:, i] = 0
-            self.games.append((episodic_return, episodic_length))
+            self.episodes.append((episodic_return, episodic_length))
             seconds = f"{time.perf_counter() - self.start:.1f}"
             self._write_row("episodes.csv", (global_step, f"{episodic_return:.10g}", int(episodic_length), seconds))
             self.writer.add_scalar("charts/episodic_return", episodic_return, global_step)
@@ -788,10 +803,10 @@ class Run:
         numbers = (f"{value:.7g}" for value in scalars.values())
         self._write_row("metrics.csv", (global_step, f"{now - self.start:.1f}", f"{sps:.0f}", *numbers))
         status = f"{sps:,.0f} steps/s"
-        if self.games:
-            mean_return, mean_length = np.mean(self.games, axis=0)
+        if self.episodes:
+            mean_return, mean_length = np.mean(self.episodes, axis=0)
             scalars = scalars | {"charts/mean_return_100": mean_return}
-            status += f", last {len(self.games)} games: return {mean_return:.1f}, length {mean_length:.0f}"
+            status += f", last {len(self.episodes)} episodes: return {mean_return:.1f}, length {mean_length:.0f}"
         for name, value in ({"charts/SPS": sps} | scalars).items():
             self.writer.add_scalar(name, value, global_step)
         self.bar.set_postfix_str(status, refresh=False)
@@ -804,15 +819,16 @@ class Run:
 
     def wants_checkpoint(self, global_step: int) -> bool:
         interval = self.args.checkpoint_interval
-        return bool(self.stopped) or global_step // interval > self.saved_step // interval
+        return global_step // interval > self.saved_step // interval
 
     def save(self, state: dict) -> None:
         """Writes the checkpoint beside the old one, then moves it into its place: a kill leaves one of the two, whole."""
+        self.writer.flush()
         for file in self.csvs.values():
             os.fsync(file.fileno())
         sizes = {name: file.tell() for name, file in self.csvs.items()}
-        kept = {"seconds": time.perf_counter() - self.start, "sizes": sizes}
-        state |= {"run": kept | {"games": list(self.games), "playing": self.playing.tolist()}}
+        kept = {"seconds": time.perf_counter() - self.start, "sizes": sizes, "commands": self.commands}
+        state |= {"run": kept | {"episodes": list(self.episodes), "playing": self.playing.tolist()}}
         state |= {"args": vars(self.args) | {"resume": None}}
         path = self.folder / "checkpoint.pt"
         with open(path.with_suffix(".tmp"), "wb") as file:
@@ -832,6 +848,8 @@ class Run:
         if self.args.save_model:
             torch.save(agent.state_dict(), self.folder / f"{self.args.exp_name}.cleanrl_model")
         if self.args.eval_episodes:
+            self.writer.flush()
+            self._restore_handlers()  # from here on Ctrl-C has nothing left to save
             scores = evaluate(self.folder, self.args.eval_episodes, device=self.args.device)
             for i, score in enumerate(scores):
                 self.writer.add_scalar("eval/episodic_return", score, i)

@@ -1,6 +1,7 @@
 """ppo_atari.py: formulas against brute force and hand-computed values, behaviour against the real games."""
 
 import csv
+import itertools
 import json
 import math
 import os
@@ -15,7 +16,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
 
 import ppo_atari as ppo
 
@@ -34,6 +35,17 @@ def run_script(folder: Path, *arguments: object, script: Path = SCRIPT, **env: s
     )
 
 
+def wait_for_rows(process: subprocess.Popen, folder: Path, count: int) -> None:
+    """Until metrics.csv of the run that the process writes under `folder` has so many rows."""
+    deadline = time.time() + 200
+    while time.time() < deadline and process.poll() is None:
+        metrics = next(folder.glob("runs/*/metrics.csv"), None)
+        if metrics and len(metrics.read_text().splitlines()) > count:
+            return
+        time.sleep(0.05)
+    pytest.fail(f"the run ended or hung before {count} rows")
+
+
 def only_run(folder: Path) -> Path:
     (run,) = (folder / "runs").iterdir()
     return run
@@ -45,10 +57,21 @@ def rows(path: Path, without: tuple[str, ...] = ("seconds", "sps")) -> list[dict
         return [{key: value for key, value in row.items() if key not in without} for row in csv.DictReader(file)]
 
 
+def scalars(run: Path) -> dict[str, list[tuple[int, float]]]:
+    """What TensorBoard shows of a run: steps and values by tag."""
+    events = EventAccumulator(str(run))
+    events.Reload()
+    tags = [tag for tag, content in events.summary_metadata.items() if content.plugin_data.plugin_name == "scalars"]
+    return {tag: [(e.step, e.tensor_proto.float_val[0]) for e in events.Tensors(tag)] for tag in tags}
+
+
 def assert_same_run(one: Path, other: Path) -> None:
     for name in ("episodes.csv", "metrics.csv"):
         assert rows(one / name) == rows(other / name)
         assert rows(one / name), name
+    shown, also_shown = scalars(one), scalars(other)
+    shown.pop("charts/SPS"), also_shown.pop("charts/SPS")
+    assert shown == also_shown and len(shown) == 11
     one, other = ppo.load_checkpoint(one), ppo.load_checkpoint(other)
     assert one["global_step"] == other["global_step"]
     for name, tensor in one["agent"].items():
@@ -197,12 +220,10 @@ def test_logged_returns_are_the_raw_scores_of_whole_games(tmp_path, monkeypatch)
     assert len(games) >= 3 and logged == [game[:2] for game in games]
     assert all(lives_lost == 3 for _, _, lives_lost in games)  # three lives a game of Space Invaders
     assert any(score > 100 for score, _, _ in games)  # in the game's points, not in signs
-    events = EventAccumulator(str(run))
-    events.Reload()
-    assert [event.value for event in events.Scalars("charts/episodic_return")] == [score for score, _ in logged]
+    assert [value for _, value in scalars(run)["charts/episodic_return"]] == [score for score, _ in logged]
     expected = {f"charts/{name}" for name in ("episodic_return", "episodic_length", "SPS", "learning_rate", "mean_return_100")}
     losses = ["policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac", "explained_variance"]
-    assert expected | {f"losses/{name}" for name in losses} <= set(events.Tags()["scalars"])
+    assert expected | {f"losses/{name}" for name in losses} == set(scalars(run))
 
 
 @pytest.mark.parametrize("env_id, sticky", [(BREAKOUT, False), ("ALE/Breakout-v5", True)])
@@ -242,6 +263,27 @@ def test_masked_actions_are_never_played(tmp_path, monkeypatch):
     train(tmp_path, monkeypatch, "--full-action-space", "--mask-actions", "--total-timesteps", 1024, *SMALL)
     assert played == {0, 1, 3, 4}  # of 18: NOOP, FIRE, RIGHT and LEFT
     assert all(mask.nonzero()[:, 1].unique().tolist() == [0, 1, 3, 4] for mask in masks)
+
+
+def test_rewards_are_clipped_and_lost_lives_end_the_bootstrap(tmp_path, monkeypatch):
+    gae, seen = ppo.compute_gae, []
+
+    def recording_gae(*inputs):
+        seen.append([tensor.clone() for tensor in inputs[:5]])
+        return gae(*inputs)
+
+    monkeypatch.setattr(ppo, "compute_gae", recording_gae)
+    arguments = ["--env-id", "SpaceInvadersNoFrameskip-v4", "--total-timesteps", 6000, "--learning-rate", 1e-30, *SMALL]
+    run = train(tmp_path, monkeypatch, *arguments, "--precision", "fp32")
+    rewards, _, _, terminated, done = (torch.cat(tensors) for tensors in zip(*seen, strict=True))
+    games = len(rows(run / "episodes.csv"))
+    assert set(rewards.unique().tolist()) == {0.0, 1.0}
+    assert terminated.sum() >= 3 * games > 0 and torch.equal(terminated, done)  # three lives a game, and no time limit
+    for before, after in itertools.pairwise(seen):  # the network does not change here, so
+        torch.testing.assert_close(before[2][-1], after[1][0], rtol=0, atol=1e-6)  # V(s_T) is what the next rollout starts with
+    seen.clear()
+    train(tmp_path, monkeypatch, *arguments, "--no-clip-reward")
+    assert torch.cat([iteration[0] for iteration in seen]).max() >= 5  # the game's points
 
 
 def test_time_limit_bootstraps_from_the_final_observation(tmp_path, monkeypatch):
@@ -302,9 +344,10 @@ def test_copied_alone_under_another_name_it_trains_evaluates_and_is_logged(tmp_p
     assert run.name.startswith("BreakoutNoFrameskip-v4__my_agent__1__")
     assert len(rows(run / "episodes.csv")) >= 10 and len(rows(run / "metrics.csv")) == math.ceil(6000 / 128)
     config = json.loads((run / "config.json").read_text())
-    assert config["args"]["total_timesteps"] == 6000 and config["versions"]["torch"] == torch.__version__
-    names = {name for name in torch.load(run / "my_agent.cleanrl_model", weights_only=True)}
-    assert {"network.0.weight", "network.7.bias", "actor.weight", "critic.bias"} <= names
+    assert config["args"]["total_timesteps"] == 6000 and config["torch"] == torch.__version__
+    parameters = torch.load(run / "my_agent.cleanrl_model", weights_only=True)
+    assert {"network.0.weight", "network.7.bias", "actor.weight", "critic.bias"} <= parameters.keys()
+    ppo.Agent(4).load_state_dict(parameters)
     again = run_script(tmp_path, "--resume", f"runs/{run.name}", "--total-timesteps", 6500, script=script, PYTHONPATH="")
     assert again.returncode == 0 and "the schedules stretch" in again.stdout, again.stderr
     assert int(rows(run / "metrics.csv")[-1]["global_step"]) >= 6500
@@ -336,12 +379,7 @@ def test_killed_and_resumed_is_the_run_that_was_never_killed(tmp_path):
     for name in ("whole", "killed"):
         (tmp_path / name).mkdir()
     with subprocess.Popen(command(*arguments), cwd=tmp_path / "killed", stdout=subprocess.DEVNULL) as process:
-        metrics, deadline = None, time.time() + 200
-        while time.time() < deadline:
-            time.sleep(0.05)
-            metrics = metrics or next((tmp_path / "killed").glob("runs/*/metrics.csv"), None)
-            if metrics and len(metrics.read_text().splitlines()) > 6100 // 256:
-                break
+        wait_for_rows(process, tmp_path / "killed", 6100 // 256)
         process.send_signal(signal.SIGKILL)
     assert process.returncode == -signal.SIGKILL
     run = only_run(tmp_path / "killed")
@@ -350,30 +388,31 @@ def test_killed_and_resumed_is_the_run_that_was_never_killed(tmp_path):
     with open(run / "episodes.csv", "a") as file:
         file.write("9999,1,2")  # a row that the kill cut short
     result = run_script(tmp_path / "killed", "--resume", f"runs/{run.name}")
-    assert result.returncode == 0 and f"resumed at step {before:,}" in result.stdout, result.stderr
+    assert result.returncode == 0 and f"resuming at step {before:,}" in result.stdout, result.stderr
     assert run_script(tmp_path / "whole", *arguments).returncode == 0
     assert_same_run(only_run(tmp_path / "whole"), run)
     steps = [int(row["global_step"]) for row in rows(run / "episodes.csv")]
     assert sum(step <= before for step in steps) >= 10 and sum(step > before for step in steps) >= 20
-    events = EventAccumulator(str(run))
-    events.Reload()
-    logged = [event.step for event in events.Scalars("losses/entropy")]
-    assert logged == sorted(set(logged)) and len(logged) == len(rows(run / "metrics.csv"))  # no step stands twice
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_saves_and_says_how_to_go_on(tmp_path, number):
-    with subprocess.Popen(command(*SMALL), cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        while not next(tmp_path.glob("runs/*/checkpoint.pt"), None):
-            time.sleep(0.05)
-        time.sleep(2)
+    for name in ("stopped", "whole"):
+        (tmp_path / name).mkdir()
+    arguments = ["--total-timesteps", 3000, *SMALL]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command(*arguments), cwd=tmp_path / "stopped", **pipes) as process:
+        wait_for_rows(process, tmp_path / "stopped", 5)
         process.send_signal(number)
         output, errors = process.communicate(timeout=60)
-    run = only_run(tmp_path)
+    run = only_run(tmp_path / "stopped")
     step = ppo.load_checkpoint(run)["global_step"]
     assert process.returncode == 128 + number and "Traceback" not in errors
-    assert step > 0 and f"stopped and saved at step {step:,}; to go on: python" in output and "--resume runs/" in output
+    assert 0 < step < 3000 and f"stopped and saved at step {step:,}; to go on: python" in output and "--resume runs/" in output
     assert int(rows(run / "metrics.csv")[-1]["global_step"]) == step
+    assert run_script(tmp_path / "stopped", "--resume", f"runs/{run.name}").returncode == 0
+    assert run_script(tmp_path / "whole", *arguments).returncode == 0
+    assert_same_run(only_run(tmp_path / "whole"), run)
 
 
 @pytest.mark.parametrize(
@@ -401,8 +440,11 @@ def test_environments_are_put_back_where_they_were(make, num_envs):
     copy = ppo.ResumableVectorEnv(make(), seed=7, interval=600)
     np.testing.assert_array_equal(copy.load_state_dict(state)[0], obs)
     for action in actions[1000:]:
-        for one, other in zip(envs.step(action)[:4], copy.step(action)[:4], strict=True):
+        (*results, info), (*copied, copied_info) = envs.step(action), copy.step(action)
+        for one, other in zip(results, copied, strict=True):
             np.testing.assert_array_equal(one, other)
+        for key in info.keys() & {"game_over", "lives", "episode_frame_number"}:
+            np.testing.assert_array_equal(info[key], copied_info[key])
     envs.close()
     copy.close()
 
@@ -413,20 +455,56 @@ def test_evaluation_scores_whole_games_and_repeats(tmp_path, monkeypatch):
     assert len(scores) == 6 and scores == ppo.evaluate(run, episodes=6, seed=3)
     assert scores != ppo.evaluate(run, episodes=6, seed=4)
     assert max(scores) > 1  # of five lives
+    greedy = ppo.evaluate(run, episodes=1, seed=3, greedy=True)  # always the same action here: the untrained policy is constant
+    assert greedy == ppo.evaluate(run, episodes=1, seed=3, greedy=True) and greedy[0] <= 11
 
 
 def test_init_from_starts_from_the_parameters_of_another_run(tmp_path, monkeypatch):
     first = train(tmp_path, monkeypatch, "--total-timesteps", 512, *SMALL)
     second = train(tmp_path, monkeypatch, "--init-from", first, "--learning-rate", 1e-30, "--total-timesteps", 128, *SMALL)
     one, other = ppo.load_checkpoint(first)["agent"], ppo.load_checkpoint(second)["agent"]
+    shutil.rmtree(first)
+    train(tmp_path, monkeypatch, "--resume", second)  # needs the first run no more
     assert first != second and all(torch.allclose(one[name], other[name], rtol=0, atol=1e-20) for name in one)
 
 
-def test_value_targets_can_be_normalised(tmp_path, monkeypatch):
-    arguments = ["--norm-value-targets", "--no-clip-reward", "--env-id", "SpaceInvadersNoFrameskip-v4"]
-    run = train(tmp_path, monkeypatch, *arguments, "--total-timesteps", 2048, *SMALL)
-    moments = ppo.load_checkpoint(run)["value_norm"]["moments"]
-    assert moments[0] == pytest.approx(1 - 0.99**16) and moments[2] > 1  # returns are far from 0
+def test_value_targets_are_normalised_after_gae_and_old_values_with_the_same_statistics(tmp_path, monkeypatch):
+    gae, loss, seen, batches = ppo.compute_gae, ppo.ppo_loss, [], []
+
+    def recording_gae(rewards, values, *rest):
+        seen.append((values.clone(), gae(rewards, values, *rest)))
+        return seen[-1][1]
+
+    def recording_loss(agent, mb, *rest):
+        batches.append({name: tensor.clone() for name, tensor in mb.items()})
+        return loss(agent, mb, *rest)
+
+    monkeypatch.setattr(ppo, "compute_gae", recording_gae)
+    monkeypatch.setattr(ppo, "ppo_loss", recording_loss)
+    size = ["--num-envs", 4, "--num-steps", 128, "--num-minibatches", 1, "--update-epochs", 1, "--total-timesteps", 1024]
+    arguments = ["--norm-value-targets", "--no-clip-reward", "--env-id", "SpaceInvadersNoFrameskip-v4", *size]
+    run = train(tmp_path, monkeypatch, *arguments)
+    norm = ppo.ValueNorm()
+    for (values, advantages), mb in zip(seen, batches, strict=True):
+        returns = values + advantages  # in the game's points
+        norm.update(returns)
+        mean, std = norm.statistics()
+        for name, raw in (("returns", returns), ("values", values)):
+            torch.testing.assert_close(mb[name].sort()[0], ((raw - mean) / std).flatten().sort()[0], rtol=1e-4, atol=1e-4)
+    assert batches[0]["returns"].mean().abs() < 1e-3 and (batches[0]["returns"].std() - 1).abs() < 0.01
+    assert (seen[1][0].mean() - norm.statistics()[0]).abs() < 3 * norm.statistics()[1]  # values are back in points
+    assert torch.equal(ppo.load_checkpoint(run)["value_norm"]["moments"], norm.moments)
+
+
+def test_schedules(tmp_path, monkeypatch):
+    clips, loss = [], ppo.ppo_loss
+    monkeypatch.setattr(ppo, "ppo_loss", lambda agent, mb, clip, args: clips.append(clip.item()) or loss(agent, mb, clip, args))
+    size = ["--total-timesteps", 512, "--num-envs", 4, "--num-steps", 32, "--num-minibatches", 1, "--update-epochs", 1]
+    run = train(tmp_path, monkeypatch, *size, "--anneal-clip")
+    rates = [float(row["learning_rate"]) for row in rows(run / "metrics.csv")]
+    assert rates == pytest.approx([2.5e-4, 1.875e-4, 1.25e-4, 0.625e-4]) and clips == pytest.approx([0.1, 0.075, 0.05, 0.025])
+    run = train(tmp_path, monkeypatch, *size, "--no-anneal-lr")
+    assert {row["learning_rate"] for row in rows(run / "metrics.csv")} == {"0.00025"} and clips[4:] == pytest.approx([0.1] * 4)
 
 
 def test_target_kl_stops_the_epochs(tmp_path, monkeypatch):
@@ -465,6 +543,7 @@ BAD = {
     "--seed -1": "--seed -1",
     "--exp-name a/b": "--exp-name 'a/b'",
     "--mask-actions": "--full-action-space",
+    "--resume=": "not a run folder",
     "--device gpu": "must be auto, cpu, cuda, cuda:N or mps",
     "--device cuda:99": "does not work here",
     "--resume nowhere": "not a run folder",
@@ -483,13 +562,6 @@ def test_bad_input_is_one_clear_line(arguments, tmp_path, monkeypatch, capsys):
     assert stop.value.code == 2 and BAD[arguments] in errors and not list(tmp_path.iterdir())
     if arguments not in ("--precision fp8", "--sed 3"):  # tyro answers these, in a box
         assert errors.startswith("error: ") and errors.count("\n") == 1
-
-
-def test_cuda_without_cuda():
-    if torch.cuda.is_available():
-        pytest.skip("there is CUDA here")
-    with pytest.raises(SystemExit):
-        ppo.parse_args(["--device", "cuda"])
 
 
 def test_a_run_folder_that_cannot_be_written(tmp_path):
@@ -514,6 +586,8 @@ def test_bad_checkpoints_are_refused_and_a_resume_changes_nothing_else(tmp_path,
     assert "does not fit" in refused("--init-from", run, "--env-id", "PongNoFrameskip-v4")
     whole = (run / "checkpoint.pt").read_bytes()
     (run / "checkpoint.pt").write_bytes(whole[: len(whole) // 2])
+    assert "damaged" in refused("--resume", run)
+    (run / "checkpoint.pt").write_bytes(b"")
     assert "damaged" in refused("--resume", run)
     torch.save({"something": "else"}, run / "checkpoint.pt")
     assert "not written by this script" in refused("--resume", run)
