@@ -644,7 +644,7 @@ class ResumableVectorEnv:
 
     def load_state_dict(self, state: dict) -> tuple[np.ndarray, dict]:
         """Puts the environments back; returns their present observations and info."""
-        self.steps, self.start, self.segment = state["steps"], state["start"].numpy(), state["segment"].numpy()
+        self.steps, self.start, self.segment = state["steps"], np.array(state["start"]), np.array(state["segment"])
         self.actions = list(state["actions"].numpy().astype(self.envs.single_action_space.dtype))
         obs, info = self.reset()
         for t, action in enumerate(self.actions, start=1):
@@ -850,7 +850,11 @@ class Run:
         if self.args.eval_episodes:
             self.writer.flush()
             self._restore_handlers()  # from here on Ctrl-C has nothing left to save
-            scores = evaluate(self.folder, self.args.eval_episodes, device=self.args.device)
+            try:
+                scores = evaluate(self.folder, self.args.eval_episodes, device=self.args.device)
+            except KeyboardInterrupt:
+                print(f"evaluation stopped; the run is whole: {self.folder}")
+                raise SystemExit(128 + signal.SIGINT) from None
             for i, score in enumerate(scores):
                 self.writer.add_scalar("eval/episodic_return", score, i)
             print(f"evaluation: {len(scores)} games, mean {np.mean(scores):.1f}, standard deviation {np.std(scores):.1f}")
