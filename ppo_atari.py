@@ -644,7 +644,7 @@ class ResumableVectorEnv:
 
     def load_state_dict(self, state: dict) -> tuple[np.ndarray, dict]:
         """Puts the environments back; returns their present observations and info."""
-        self.steps, self.start, self.segment = state["steps"], np.array(state["start"]), np.array(state["segment"])
+        self.steps, self.start, self.segment = state["steps"], state["start"].numpy().copy(), state["segment"].numpy().copy()
         self.actions = list(state["actions"].numpy().astype(self.envs.single_action_space.dtype))
         obs, info = self.reset()
         for t, action in enumerate(self.actions, start=1):
@@ -721,7 +721,7 @@ class Run:
             print(f"resuming at step {self.step:,}{stretched}; the games are played again to where they were", flush=True)
         self.start = time.perf_counter() - kept["seconds"]
         self.printed = time.perf_counter()
-        self.window = deque([(self.printed, self.step)], maxlen=20)  # for steps per second
+        self.window = deque(maxlen=20)  # (time, step) of the last rows, for steps per second
         layout = "{percentage:3.0f}%|{bar:10}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
         self.bar = tqdm(total=total_steps, initial=self.step, bar_format=layout, disable=not sys.stderr.isatty())
 
@@ -782,6 +782,8 @@ class Run:
 
     def log_step(self, global_step: int, reward: np.ndarray, episode_over: np.ndarray) -> None:
         """Adds up the environments' own rewards [N]; an episode that is over [N] becomes a row of episodes.csv."""
+        if not self.window:  # from here, not from __init__: to resume takes time but no steps
+            self.window.append((time.perf_counter(), self.step))
         self.playing[0] += reward
         self.playing[1] += 1
         for i in np.flatnonzero(episode_over):
