@@ -1,87 +1,18 @@
 """ppo_atari.py: formulas against brute force and hand-computed values, behaviour against the real games."""
 
-import csv
 import itertools
-import json
 import math
-import os
-import shutil
-import signal
-import subprocess
-import sys
-import time
-from pathlib import Path
 
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
+from helpers import rows, scalars, train
 
 import ppo_atari as ppo
 
-SCRIPT = Path(ppo.__file__).resolve()
 BREAKOUT = "BreakoutNoFrameskip-v4"
 SMALL = ["--num-envs", "4", "--num-steps", "32", "--num-minibatches", "2", "--update-epochs", "1"]
-
-
-def command(*arguments: object, script: Path = SCRIPT) -> list[str]:
-    return [sys.executable, str(script), *map(str, arguments)]
-
-
-def run_script(folder: Path, *arguments: object, script: Path = SCRIPT, **env: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        command(*arguments, script=script), cwd=folder, env=os.environ | env, capture_output=True, text=True, timeout=300
-    )
-
-
-def wait_for_rows(process: subprocess.Popen, folder: Path, count: int) -> None:
-    """Until metrics.csv of the run that the process writes under `folder` has so many rows."""
-    deadline = time.time() + 200
-    while time.time() < deadline and process.poll() is None:
-        metrics = next(folder.glob("runs/*/metrics.csv"), None)
-        if metrics and len(metrics.read_text().splitlines()) > count:
-            return
-        time.sleep(0.05)
-    pytest.fail(f"the run ended or hung before {count} rows")
-
-
-def only_run(folder: Path) -> Path:
-    (run,) = (folder / "runs").iterdir()
-    return run
-
-
-def rows(path: Path, without: tuple[str, ...] = ("seconds", "sps")) -> list[dict[str, str]]:
-    """The rows of a CSV without its wall-clock columns."""
-    with open(path, newline="") as file:
-        return [{key: value for key, value in row.items() if key not in without} for row in csv.DictReader(file)]
-
-
-def scalars(run: Path) -> dict[str, list[tuple[int, float]]]:
-    """What TensorBoard shows of a run: steps and values by tag."""
-    events = EventAccumulator(str(run))
-    events.Reload()
-    tags = [tag for tag, content in events.summary_metadata.items() if content.plugin_data.plugin_name == "scalars"]
-    return {tag: [(e.step, e.tensor_proto.float_val[0]) for e in events.Tensors(tag)] for tag in tags}
-
-
-def assert_same_run(one: Path, other: Path) -> None:
-    for name in ("episodes.csv", "metrics.csv"):
-        assert rows(one / name) == rows(other / name)
-        assert rows(one / name), name
-    shown, also_shown = scalars(one), scalars(other)
-    shown.pop("charts/SPS"), also_shown.pop("charts/SPS")
-    assert shown == also_shown and len(shown) == 11
-    one, other = ppo.load_checkpoint(one), ppo.load_checkpoint(other)
-    assert one["global_step"] == other["global_step"]
-    for name, tensor in one["agent"].items():
-        assert torch.equal(tensor, other["agent"][name]), name
-
-
-def train(folder: Path, monkeypatch: pytest.MonkeyPatch, *arguments: object) -> Path:
-    """Trains in this process, with the runs under `folder`; returns the run folder."""
-    monkeypatch.chdir(folder)
-    return folder / ppo.train(ppo.parse_args([*map(str, arguments)]))
 
 
 # ----- formulas ---------------------------------------------------------------------------------------------------------------
@@ -215,7 +146,7 @@ def test_logged_returns_are_the_raw_scores_of_whole_games(tmp_path, monkeypatch)
         return result
 
     monkeypatch.setattr(ppo.AtariGames, "step", recording_step)
-    run = train(tmp_path, monkeypatch, "--env-id", "SpaceInvadersNoFrameskip-v4", "--total-timesteps", 12_000, *SMALL)
+    run = train(ppo, tmp_path, monkeypatch, "--env-id", "SpaceInvadersNoFrameskip-v4", "--total-timesteps", 12_000, *SMALL)
     logged = [(float(row["episodic_return"]), int(row["episodic_length"])) for row in rows(run / "episodes.csv")]
     assert len(games) >= 3 and logged == [game[:2] for game in games]
     assert all(lives_lost == 3 for _, _, lives_lost in games)  # three lives a game of Space Invaders
@@ -260,7 +191,7 @@ def test_masked_actions_are_never_played(tmp_path, monkeypatch):
 
     monkeypatch.setattr(ppo.AtariGames, "step", recording_step)
     monkeypatch.setattr(ppo, "ppo_loss", recording_loss)
-    train(tmp_path, monkeypatch, "--full-action-space", "--mask-actions", "--total-timesteps", 1024, *SMALL)
+    train(ppo, tmp_path, monkeypatch, "--full-action-space", "--mask-actions", "--total-timesteps", 1024, *SMALL)
     assert played == {0, 1, 3, 4}  # of 18: NOOP, FIRE, RIGHT and LEFT
     assert all(mask.nonzero()[:, 1].unique().tolist() == [0, 1, 3, 4] for mask in masks)
 
@@ -274,7 +205,7 @@ def test_rewards_are_clipped_and_lost_lives_end_the_bootstrap(tmp_path, monkeypa
 
     monkeypatch.setattr(ppo, "compute_gae", recording_gae)
     arguments = ["--env-id", "SpaceInvadersNoFrameskip-v4", "--total-timesteps", 6000, "--learning-rate", 1e-30, *SMALL]
-    run = train(tmp_path, monkeypatch, *arguments, "--precision", "fp32")
+    run = train(ppo, tmp_path, monkeypatch, *arguments, "--precision", "fp32")
     rewards, _, _, terminated, done = (torch.cat(tensors) for tensors in zip(*seen, strict=True))
     games = len(rows(run / "episodes.csv"))
     assert set(rewards.unique().tolist()) == {0.0, 1.0}
@@ -282,7 +213,7 @@ def test_rewards_are_clipped_and_lost_lives_end_the_bootstrap(tmp_path, monkeypa
     for before, after in itertools.pairwise(seen):  # the network does not change here, so
         torch.testing.assert_close(before[2][-1], after[1][0], rtol=0, atol=1e-6)  # V(s_T) is what the next rollout starts with
     seen.clear()
-    train(tmp_path, monkeypatch, *arguments, "--no-clip-reward")
+    train(ppo, tmp_path, monkeypatch, *arguments, "--no-clip-reward")
     assert torch.cat([iteration[0] for iteration in seen]).max() >= 5  # the game's points
 
 
@@ -303,7 +234,7 @@ def test_time_limit_bootstraps_from_the_final_observation(tmp_path, monkeypatch)
     monkeypatch.setattr(ppo.AtariGames, "step", recording_step)
     monkeypatch.setattr(ppo, "compute_gae", recording_gae)
     size = ["--num-envs", 2, "--num-steps", 128, "--num-minibatches", 1, "--update-epochs", 1, "--precision", "fp32"]
-    run = train(tmp_path, monkeypatch, "--env-id", "PongNoFrameskip-v4", "--total-timesteps", 256, "--seed", 3, *size)
+    run = train(ppo, tmp_path, monkeypatch, "--env-id", "PongNoFrameskip-v4", "--total-timesteps", 256, "--seed", 3, *size)
     torch.manual_seed(3)
     agent = ppo.Agent(6)  # the network as it was during this first rollout
     values, next_values, terminated, done = seen[0]
@@ -328,93 +259,11 @@ def test_first_minibatch_has_ratio_one_and_uint8_frames(tmp_path, monkeypatch):
         return loss(agent, mb, clip_coef, args)
 
     monkeypatch.setattr(ppo, "ppo_loss", recording_loss)
-    train(tmp_path, monkeypatch, "--precision", "fp32", "--total-timesteps", 128, *SMALL)
+    train(ppo, tmp_path, monkeypatch, "--precision", "fp32", "--total-timesteps", 128, *SMALL)
     assert (seen[0] - 1).abs().max() < 1e-5
 
 
 # ----- the run ----------------------------------------------------------------------------------------------------------------
-def test_copied_alone_under_another_name_it_trains_evaluates_and_is_logged(tmp_path):
-    script = shutil.copy(SCRIPT, tmp_path / "my_agent.py")
-    result = run_script(
-        tmp_path, "--total-timesteps", 6000, *SMALL, "--eval-episodes", 3, "--save-model", script=script, PYTHONPATH=""
-    )
-    assert result.returncode == 0, result.stderr
-    assert "evaluation: 3 games" in result.stdout and "done: runs/" in result.stdout
-    run = only_run(tmp_path)
-    assert run.name.startswith("BreakoutNoFrameskip-v4__my_agent__1__")
-    assert len(rows(run / "episodes.csv")) >= 10 and len(rows(run / "metrics.csv")) == math.ceil(6000 / 128)
-    config = json.loads((run / "config.json").read_text())
-    assert config["args"]["total_timesteps"] == 6000 and config["torch"] == torch.__version__
-    parameters = torch.load(run / "my_agent.cleanrl_model", weights_only=True)
-    assert {"network.0.weight", "network.7.bias", "actor.weight", "critic.bias"} <= parameters.keys()
-    ppo.Agent(4).load_state_dict(parameters)
-    again = run_script(tmp_path, "--resume", f"runs/{run.name}", "--total-timesteps", 6500, script=script, PYTHONPATH="")
-    assert again.returncode == 0 and "the schedules stretch" in again.stdout, again.stderr
-    assert int(rows(run / "metrics.csv")[-1]["global_step"]) >= 6500
-
-
-def test_importing_does_nothing(tmp_path):
-    code = f"import sys; sys.path.insert(0, {str(SCRIPT.parent)!r}); import ppo_atari"
-    result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert (result.returncode, result.stdout, list(tmp_path.iterdir())) == (0, "", [])
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_same_seed_same_run(tmp_path, precision):
-    for name in ("one", "other"):
-        (tmp_path / name).mkdir()
-        result = run_script(tmp_path / name, "--total-timesteps", 3000, "--precision", precision, *SMALL)
-        assert result.returncode == 0, result.stderr
-    assert_same_run(only_run(tmp_path / "one"), only_run(tmp_path / "other"))
-
-
-def test_another_seed_is_another_run(tmp_path, monkeypatch):
-    one, other = (train(tmp_path, monkeypatch, "--seed", seed, "--total-timesteps", 2000, *SMALL) for seed in (1, 2))
-    assert rows(one / "episodes.csv") != rows(other / "episodes.csv")
-
-
-def test_killed_and_resumed_is_the_run_that_was_never_killed(tmp_path):
-    size = ["--num-envs", 8, "--num-steps", 32, "--num-minibatches", 2, "--update-epochs", 1]
-    arguments = ["--total-timesteps", 12_000, "--checkpoint-interval", 1500, *size]
-    for name in ("whole", "killed"):
-        (tmp_path / name).mkdir()
-    with subprocess.Popen(command(*arguments), cwd=tmp_path / "killed", stdout=subprocess.DEVNULL) as process:
-        wait_for_rows(process, tmp_path / "killed", 6100 // 256)
-        process.send_signal(signal.SIGKILL)
-    assert process.returncode == -signal.SIGKILL
-    run = only_run(tmp_path / "killed")
-    before = ppo.load_checkpoint(run)["global_step"]
-    assert 3000 < before < 12_000
-    with open(run / "episodes.csv", "a") as file:
-        file.write("9999,1,2")  # a row that the kill cut short
-    result = run_script(tmp_path / "killed", "--resume", f"runs/{run.name}")
-    assert result.returncode == 0 and f"resuming at step {before:,}" in result.stdout, result.stderr
-    assert run_script(tmp_path / "whole", *arguments).returncode == 0
-    assert_same_run(only_run(tmp_path / "whole"), run)
-    steps = [int(row["global_step"]) for row in rows(run / "episodes.csv")]
-    assert sum(step <= before for step in steps) >= 10 and sum(step > before for step in steps) >= 20
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_saves_and_says_how_to_go_on(tmp_path, number):
-    for name in ("stopped", "whole"):
-        (tmp_path / name).mkdir()
-    arguments = ["--total-timesteps", 3000, *SMALL]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command(*arguments), cwd=tmp_path / "stopped", **pipes) as process:
-        wait_for_rows(process, tmp_path / "stopped", 5)
-        process.send_signal(number)
-        output, errors = process.communicate(timeout=60)
-    run = only_run(tmp_path / "stopped")
-    step = ppo.load_checkpoint(run)["global_step"]
-    assert process.returncode == 128 + number and "Traceback" not in errors
-    assert 0 < step < 3000 and f"stopped and saved at step {step:,}; to go on: python" in output and "--resume runs/" in output
-    assert int(rows(run / "metrics.csv")[-1]["global_step"]) == step
-    assert run_script(tmp_path / "stopped", "--resume", f"runs/{run.name}").returncode == 0
-    assert run_script(tmp_path / "whole", *arguments).returncode == 0
-    assert_same_run(only_run(tmp_path / "whole"), run)
-
-
 @pytest.mark.parametrize(
     "make, num_envs",
     [
@@ -450,22 +299,13 @@ def test_environments_are_put_back_where_they_were(make, num_envs):
 
 
 def test_evaluation_scores_whole_games_and_repeats(tmp_path, monkeypatch):
-    run = train(tmp_path, monkeypatch, "--total-timesteps", 128, *SMALL)
+    run = train(ppo, tmp_path, monkeypatch, "--total-timesteps", 128, *SMALL)
     scores = ppo.evaluate(run, episodes=6, seed=3)
     assert len(scores) == 6 and scores == ppo.evaluate(run, episodes=6, seed=3)
     assert scores != ppo.evaluate(run, episodes=6, seed=4)
     assert max(scores) > 1  # of five lives
     greedy = ppo.evaluate(run, episodes=1, seed=3, greedy=True)  # always the same action here: the untrained policy is constant
     assert greedy == ppo.evaluate(run, episodes=1, seed=3, greedy=True) and greedy[0] <= 11
-
-
-def test_init_from_starts_from_the_parameters_of_another_run(tmp_path, monkeypatch):
-    first = train(tmp_path, monkeypatch, "--total-timesteps", 512, *SMALL)
-    second = train(tmp_path, monkeypatch, "--init-from", first, "--learning-rate", 1e-30, "--total-timesteps", 128, *SMALL)
-    one, other = ppo.load_checkpoint(first)["agent"], ppo.load_checkpoint(second)["agent"]
-    shutil.rmtree(first)
-    train(tmp_path, monkeypatch, "--resume", second)  # needs the first run no more
-    assert first != second and all(torch.allclose(one[name], other[name], rtol=0, atol=1e-20) for name in one)
 
 
 def test_value_targets_are_normalised_after_gae_and_old_values_with_the_same_statistics(tmp_path, monkeypatch):
@@ -483,7 +323,7 @@ def test_value_targets_are_normalised_after_gae_and_old_values_with_the_same_sta
     monkeypatch.setattr(ppo, "ppo_loss", recording_loss)
     size = ["--num-envs", 4, "--num-steps", 128, "--num-minibatches", 1, "--update-epochs", 1, "--total-timesteps", 1024]
     arguments = ["--norm-value-targets", "--no-clip-reward", "--env-id", "SpaceInvadersNoFrameskip-v4", *size]
-    run = train(tmp_path, monkeypatch, *arguments)
+    run = train(ppo, tmp_path, monkeypatch, *arguments)
     norm = ppo.ValueNorm()
     for (values, advantages), mb in zip(seen, batches, strict=True):
         returns = values + advantages  # in the game's points
@@ -500,10 +340,10 @@ def test_schedules(tmp_path, monkeypatch):
     clips, loss = [], ppo.ppo_loss
     monkeypatch.setattr(ppo, "ppo_loss", lambda agent, mb, clip, args: clips.append(clip.item()) or loss(agent, mb, clip, args))
     size = ["--total-timesteps", 512, "--num-envs", 4, "--num-steps", 32, "--num-minibatches", 1, "--update-epochs", 1]
-    run = train(tmp_path, monkeypatch, *size, "--anneal-clip")
+    run = train(ppo, tmp_path, monkeypatch, *size, "--anneal-clip")
     rates = [float(row["learning_rate"]) for row in rows(run / "metrics.csv")]
     assert rates == pytest.approx([2.5e-4, 1.875e-4, 1.25e-4, 0.625e-4]) and clips == pytest.approx([0.1, 0.075, 0.05, 0.025])
-    run = train(tmp_path, monkeypatch, *size, "--no-anneal-lr")
+    run = train(ppo, tmp_path, monkeypatch, *size, "--no-anneal-lr")
     assert {row["learning_rate"] for row in rows(run / "metrics.csv")} == {"0.00025"} and clips[4:] == pytest.approx([0.1] * 4)
 
 
@@ -511,100 +351,7 @@ def test_target_kl_stops_the_epochs(tmp_path, monkeypatch):
     calls, loss = [], ppo.ppo_loss
     monkeypatch.setattr(ppo, "ppo_loss", lambda *inputs: calls.append(1) or loss(*inputs))
     size = ["--num-envs", 4, "--num-steps", 32, "--num-minibatches", 2, "--total-timesteps", 128, "--learning-rate", 0.01]
-    train(tmp_path, monkeypatch, *size)
+    train(ppo, tmp_path, monkeypatch, *size)
     assert len(calls) == 8
-    train(tmp_path, monkeypatch, *size, "--target-kl", 1e-6)
+    train(ppo, tmp_path, monkeypatch, *size, "--target-kl", 1e-6)
     assert len(calls) == 8 + 2
-
-
-def test_weights_and_biases_offline(tmp_path):
-    result = run_script(tmp_path, "--total-timesteps", 256, *SMALL, "--track", WANDB_MODE="offline", WANDB_SILENT="true")
-    assert result.returncode == 0, result.stderr
-    assert list(only_run(tmp_path).glob("wandb/offline-run-*/*.wandb"))
-
-
-# ----- bad input --------------------------------------------------------------------------------------------------------------
-BAD = {
-    "--env-id NoSuchGame-v4": "not a known environment",
-    "--env-id CartPole-v1": "not an Atari game",
-    "--env-id Breakout-v4": "try BreakoutNoFrameskip-v4 or ALE/Breakout-v5",
-    "--env-id Pong-v0": "try PongNoFrameskip-v4 or ALE/Pong-v5",
-    "--num-minibatches 3": "must divide num-envs * num-steps = 1024",
-    "--num-minibatches 1024": "--norm-adv needs 2 samples",
-    "--num-envs 0": "--num-envs 0: must be a finite number, at least 1",
-    "--num-steps -128": "--num-steps -128",
-    "--update-epochs 0": "--update-epochs 0",
-    "--checkpoint-interval 0": "--checkpoint-interval 0",
-    "--total-timesteps 1023": "must be at least one iteration, num-envs * num-steps = 1024 steps",
-    "--learning-rate 0": "above 0",
-    "--learning-rate nan": "--learning-rate nan",
-    "--gamma 1.5": "at most 1",
-    "--target-kl -1": "--target-kl -1.0",
-    "--seed -1": "--seed -1",
-    "--exp-name a/b": "--exp-name 'a/b'",
-    "--mask-actions": "--full-action-space",
-    "--resume=": "not a run folder",
-    "--device gpu": "must be auto, cpu, cuda, cuda:N or mps",
-    "--device cuda:99": "does not work here",
-    "--resume nowhere": "not a run folder",
-    "--init-from nowhere": "not a run folder",
-    "--precision fp8": "'auto'",
-    "--sed 3": "Unrecognized",
-}
-
-
-@pytest.mark.parametrize("arguments", BAD)
-def test_bad_input_is_one_clear_line(arguments, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as stop:
-        ppo.parse_args(arguments.split())
-    errors = capsys.readouterr().err
-    assert stop.value.code == 2 and BAD[arguments] in errors and not list(tmp_path.iterdir())
-    if arguments not in ("--precision fp8", "--sed 3"):  # tyro answers these, in a box
-        assert errors.startswith("error: ") and errors.count("\n") == 1
-
-
-def test_a_run_folder_that_cannot_be_written(tmp_path):
-    (tmp_path / "runs").write_text("a file where the folder should be")
-    result = run_script(tmp_path, "--total-timesteps", 128, *SMALL)
-    assert result.returncode == 2 and result.stderr.count("\n") == 1 and "runs" in result.stderr, result.stderr
-
-
-def test_bad_checkpoints_are_refused_and_a_resume_changes_nothing_else(tmp_path, monkeypatch, capsys):
-    run = train(tmp_path, monkeypatch, "--total-timesteps", 128, *SMALL)
-    capsys.readouterr()
-
-    def refused(*arguments):
-        with pytest.raises(SystemExit) as stop:
-            ppo.train(ppo.parse_args([*map(str, arguments)]))
-        errors = capsys.readouterr().err
-        assert stop.value.code == 2 and errors.startswith("error: ") and errors.count("\n") == 1, errors
-        return errors
-
-    assert "started with 1" in refused("--resume", run, "--seed", 2)
-    assert "can only grow" in refused("--resume", run, "--total-timesteps", 127)
-    assert "does not fit" in refused("--init-from", run, "--env-id", "PongNoFrameskip-v4")
-    whole = (run / "checkpoint.pt").read_bytes()
-    (run / "checkpoint.pt").write_bytes(whole[: len(whole) // 2])
-    assert "damaged" in refused("--resume", run)
-    (run / "checkpoint.pt").write_bytes(b"")
-    assert "damaged" in refused("--resume", run)
-    torch.save({"something": "else"}, run / "checkpoint.pt")
-    assert "not written by this script" in refused("--resume", run)
-
-    class Malicious:
-        def __reduce__(self):
-            return os.mkdir, (str(tmp_path / "executed"),)
-
-    torch.save({"args": Malicious()}, run / "checkpoint.pt")
-    assert "damaged" in refused("--resume", run)
-    assert not (tmp_path / "executed").exists()
-    (run / "checkpoint.pt").write_bytes(whole)
-    (run / "episodes.csv").write_text("")
-    assert "shorter" in refused("--resume", run)
-
-
-def test_two_runs_of_the_same_second_do_not_share_a_folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(ppo.time, "time", lambda: 1234567890.0)
-    one, other = (train(tmp_path, monkeypatch, "--total-timesteps", 128, *SMALL) for _ in range(2))
-    assert one != other and one.name + "-2" == other.name
