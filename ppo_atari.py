@@ -341,15 +341,16 @@ def train(args: Args) -> Path:
     num_actions = int(atari.single_action_space.n)
     mask = valid_actions(args, num_actions).to(device).expand(args.num_envs, -1)  # [N, A]
     agent, value_norm = Agent(num_actions, bf16).to(device), ValueNorm().to(device)
+    learned = {"agent": agent, "value_norm": value_norm}
     if args.init_from and not checkpoint:
-        load_state({"agent": agent, "value_norm": value_norm}, load_checkpoint(args.init_from), args.init_from)
+        load_state(learned, load_checkpoint(args.init_from), args.init_from)
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)  # detail 3
     loss_function = torch.compile(ppo_loss) if args.compile else ppo_loss
 
     batch_size = args.num_envs * args.num_steps
     num_iterations = math.ceil(args.total_timesteps / batch_size)
     first_iteration, global_step = 1, 0
-    parts = {"agent": agent, "value_norm": value_norm, "optimizer": optimizer}  # what a checkpoint keeps of the algorithm
+    parts = learned | {"optimizer": optimizer}  # what a checkpoint keeps of the algorithm
     if checkpoint:
         load_state(parts, checkpoint, args.resume)
         first_iteration, global_step = checkpoint["iteration"] + 1, checkpoint["global_step"]
@@ -463,7 +464,7 @@ def evaluate(folder: str | Path, episodes: int = 10, seed: int = 0, greedy: bool
     scores, episode_return = [[] for _ in share], np.zeros(num_envs)
     with contextlib.closing(envs):
         obs, _ = envs.reset(seed=np.random.SeedSequence(seed).generate_state(num_envs).astype(np.int64) >> 1)
-        while any(len(finished) < games for finished, games in zip(scores, share, strict=True)):
+        while any(len(finished) < number for finished, number in zip(scores, share, strict=True)):
             log_prob = masked_log_probs(agent(torch.from_numpy(obs).to(target))[0], mask)
             sampled = torch.multinomial(log_prob.exp(), 1, generator=generator).squeeze(-1)
             obs, reward, _, _, info = envs.step((log_prob.argmax(-1) if greedy else sampled).cpu().numpy())
@@ -471,7 +472,7 @@ def evaluate(folder: str | Path, episodes: int = 10, seed: int = 0, greedy: bool
             for i in np.flatnonzero(info["game_over"]):
                 scores[i].append(float(episode_return[i]))
                 episode_return[i] = 0
-    return [score for finished, games in zip(scores, share, strict=True) for score in finished[:games]]
+    return [score for finished, number in zip(scores, share, strict=True) for score in finished[:number]]
 
 
 # ==============================================================================================================================
@@ -859,7 +860,7 @@ class Run:
                 raise SystemExit(128 + signal.SIGINT) from None
             for i, score in enumerate(scores):
                 self.writer.add_scalar("eval/episodic_return", score, i)
-            print(f"evaluation: {len(scores)} games, mean {np.mean(scores):.1f}, standard deviation {np.std(scores):.1f}")
+            print(f"evaluation: {len(scores)} episodes, mean {np.mean(scores):.1f}, standard deviation {np.std(scores):.1f}")
         print(f"done: {self.folder}")
 
 

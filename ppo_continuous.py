@@ -1,8 +1,8 @@
 """PPO for continuous control: an agent learns to move a body, or anything else with real-valued actions, in one file.
 
-    python ppo_continuous.py --env-id HalfCheetah-v5                            # the full run: 1M steps, some minutes
-    python ppo_continuous.py --env-id InvertedPendulum-v5 --total-timesteps 100000   # a look, half a minute
-    python ppo_continuous.py --resume runs/NAME                                 # go on where it stopped
+    python ppo_continuous.py --env-id HalfCheetah-v5                                # the full run: 1M steps, some minutes
+    python ppo_continuous.py --env-id InvertedPendulum-v5 --total-timesteps 30000   # a look, some ten seconds
+    python ppo_continuous.py --resume runs/NAME                                     # go on where it stopped
 
 The algorithm, in the names of the code below:
 
@@ -122,8 +122,7 @@ def check_args(args: Args) -> None:
     enough = batch_size > minibatches or not args.norm_adv
     require(enough, f"--num-minibatches {minibatches}: --norm-adv needs 2 samples in each, of {batch}")
     require(
-        not (args.norm_reward and args.norm_value_targets),
-        "--norm-value-targets: does what --norm-reward does; add --no-norm-reward",
+        not (args.norm_reward and args.norm_value_targets), "--norm-value-targets: one scaling is enough, add --no-norm-reward"
     )
     try:
         env = gym.make(args.env_id, disable_env_checker=True)
@@ -135,9 +134,8 @@ def check_args(args: Args) -> None:
     require(real, f"--env-id {args.env_id}: has {action_space} actions; this script is for real-valued ones, Box")
     image = isinstance(obs_space, gym.spaces.Box) and len(obs_space.shape) > 1 and obs_space.dtype == np.uint8
     require(not image, f"--env-id {args.env_id}: shows images, {obs_space.shape}; this script is for vectors")
-    require(
-        obs_space.is_np_flattenable, f"--env-id {args.env_id}: its observations, {obs_space}, cannot be flattened to a vector"
-    )
+    flat = obs_space.is_np_flattenable
+    require(flat, f"--env-id {args.env_id}: its observations, {obs_space}, cannot be flattened to a vector")
 
 
 # ===== ENVIRONMENT ============================================================================================================
@@ -192,7 +190,7 @@ class RunningNorm(nn.Module):
         mean, var, count = self.mean, self.var, self.count
         count += 1 if self.momentum else len(batch)
         rate = (1 - self.momentum) / (1 - self.momentum**count) if self.momentum else len(batch) / count
-        batch_mean = np.add.reduce(batch) / len(batch)  # in a third of the time of batch.mean(0)
+        batch_mean = np.add.reduce(batch) / len(batch)  # half the time of batch.mean(0)
         batch_var = np.add.reduce((batch - batch_mean) ** 2) / len(batch)
         delta = batch_mean - mean
         mean += rate * delta
@@ -414,7 +412,7 @@ def train(args: Args) -> Path:
     terminateds, truncateds = np.zeros(shape, dtype=bool), np.zeros(shape, dtype=bool)  # [T, N]
     discounted = np.array(checkpoint["discounted"] if checkpoint else [0.0] * args.num_envs)  # [N], of discounted_sums
 
-    about = f"{obs_dim} numbers seen, {action_dim} actions, {args.num_envs} environments at once"
+    about = f"obs {obs_dim}, actions {action_dim}, environments {args.num_envs}"
     about += f"; {num_iterations:,} iterations of {batch_size:,} steps"
     with contextlib.closing(envs), Run(args, checkpoint, num_iterations * batch_size, device, False, about) as run:
         next_obs, _ = envs.load_state_dict(checkpoint["envs"]) if checkpoint else envs.reset()
@@ -504,7 +502,7 @@ def train(args: Args) -> Path:
 
 # ===== EVALUATION =============================================================================================================
 @torch.no_grad()
-def evaluate(folder: str | Path, episodes: int = 10, seed: int = 0, greedy: bool = False, device: str = "auto") -> list[float]:
+def evaluate(folder: str | Path, episodes: int = 10, seed: int = 0, greedy: bool = False, device: str = "cpu") -> list[float]:
     """Plays full episodes with a run's agent in the environments it was trained in; returns the raw return of each.
 
     Actions are sampled as in training, or are the most probable ones where `greedy`. The statistics that normalise the
@@ -525,7 +523,7 @@ def evaluate(folder: str | Path, episodes: int = 10, seed: int = 0, greedy: bool
     scores, episode_return = [[] for _ in share], np.zeros(num_envs)
     with contextlib.closing(envs):
         obs, _ = envs.reset(seed=(np.random.SeedSequence(seed).generate_state(num_envs) >> 1).tolist())
-        while any(len(finished) < episodes for finished, episodes in zip(scores, share, strict=True)):
+        while any(len(finished) < number for finished, number in zip(scores, share, strict=True)):
             mean, log_std, _ = agent(torch.from_numpy(agent.normalise(obs)).to(target))
             noise = torch.randn(mean.shape, generator=generator).to(target)
             action = mean if greedy else mean + log_std.exp() * noise
@@ -534,7 +532,7 @@ def evaluate(folder: str | Path, episodes: int = 10, seed: int = 0, greedy: bool
             for i in np.flatnonzero(terminated | truncated):
                 scores[i].append(float(episode_return[i]))
                 episode_return[i] = 0
-    return [score for finished, games in zip(scores, share, strict=True) for score in finished[:games]]
+    return [score for finished, number in zip(scores, share, strict=True) for score in finished[:number]]
 
 
 # ==============================================================================================================================
@@ -922,7 +920,7 @@ class Run:
                 raise SystemExit(128 + signal.SIGINT) from None
             for i, score in enumerate(scores):
                 self.writer.add_scalar("eval/episodic_return", score, i)
-            print(f"evaluation: {len(scores)} games, mean {np.mean(scores):.1f}, standard deviation {np.std(scores):.1f}")
+            print(f"evaluation: {len(scores)} episodes, mean {np.mean(scores):.1f}, standard deviation {np.std(scores):.1f}")
         print(f"done: {self.folder}")
 
 
